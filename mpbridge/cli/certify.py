@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resolved(args: argparse.Namespace, recipe: str | None, variant: str | None) -> Run:
-    from mpbridge.numerics.rules import release_of
+    from mpbridge.numerics.scales import release_of
 
     # the shipped model is made deep enough for the edge layers of every recipe; no figure depends on the depth
     deep = [] if args.config else ["model.num_layers=16"]
@@ -69,7 +69,7 @@ def _resolved(args: argparse.Namespace, recipe: str | None, variant: str | None)
 
 def _certificate(args: argparse.Namespace, made: Run, variant: str | None) -> Certificate:
     from mpbridge.numerics.certificates.certificate import certificate
-    from mpbridge.numerics.rules import release_of
+    from mpbridge.numerics.scales import release_of
     from mpbridge.training.certified import OwnTensors, own_tensors, training_of
 
     own = OwnTensors(linears={}) if args.tensors is None else own_tensors(args.tensors)

@@ -86,7 +86,8 @@ def decode_fp8(codes: torch.Tensor, number: NumberFormat, out: torch.dtype = tor
     """
     if out is torch.bfloat16 and number.name == E5M2.name:
         return (codes.to(torch.int16) << 8).view(torch.float16).to(out)
-    if out is torch.bfloat16 and codes.numel() and not _has_nan(codes):
+    # a NaN is all ones but for the sign
+    if out is torch.bfloat16 and codes.numel() and int((codes & 0x7F).amax()) != 0x7F:
         bits = (codes.view(torch.int8).to(torch.int16) << 4) & _FIELDS
         return bits.view(torch.bfloat16) * 2.0**_REBIAS
     return codes.view(TORCH_FP8[number.name]).to(out)
@@ -95,11 +96,6 @@ def decode_fp8(codes: torch.Tensor, number: NumberFormat, out: torch.dtype = tor
 _FIELDS = -0x8000 | 0x07F0
 """The bits of a bf16 number that an E4M3 code occupies: the sign, four bits of exponent, three of mantissa."""
 _REBIAS = 127 - 7
-
-
-def _has_nan(codes: torch.Tensor) -> bool:
-    """Whether any E4M3 code is a NaN: all of its bits but the sign are ones."""
-    return int((codes & 0x7F).amax()) == 0x7F
 
 
 def encode_e2m1(y: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:

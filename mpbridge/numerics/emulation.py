@@ -9,13 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from mpbridge.common.errors import BadValue, CheckpointError, Refused
 from mpbridge.numerics.gemm import Observer, Plug
 from mpbridge.numerics.kernels import compiler
 from mpbridge.numerics.linear import EmulatedLinear, Listener, Pausable, unrounded
 from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.numerics.rules import Release, options_of, release_of, rules_for
+from mpbridge.numerics.scales import Release, options_of, release_of, rules_for
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.regions import outside
 from mpbridge.precision.wording import region_text
@@ -86,7 +87,10 @@ class Emulation(Pausable):
         rules_for(number)
         read = dict(os.environ if environment is None else environment)
         options = {quant: options_of(quant, number, read) for quant in policy.quants if quant.row.emulation}
-        _refuse_compute(policy)
+        odd = [quant.row.words for quant in policy.quants if policy.compute not in quant.row.compute]
+        if odd:
+            why = "Transformer Engine supports bf16 only (Hadamard transform, stochastic rounding, no FP16 output of the GEMM)"
+            raise Refused(f"{', '.join(odd)} with {policy.compute.short} compute: {why}")
         self.policy, self.release, self.environment, self.options = policy, number, read, options
 
     def switch(
@@ -101,21 +105,14 @@ class Emulation(Pausable):
         Weights, optimizer and hooks stay. release: None: the current one. environment: None: the current one. Call it between steps. Raises what
         the constructor and `attach` raise, and Refused for another compute dtype; after an error the current policy stays in force.
         """
-        if policy.compute is not self.policy.compute:
-            raise Refused(
-                f"the model computes in {self.policy.compute.short}; a policy that computes in {policy.compute.short} needs a model built for it"
-            )
+        own, other = self.policy.compute, policy.compute
+        if own is not other:
+            what = f"a policy that computes in {other.short} needs a model built for it"
+            raise Refused(f"the model computes in {own.short}; {what}")
         before = (self.policy, self.release, self.environment)
-        self._rule(
-            policy,
-            self.release if release is None else release,
-            self.environment if environment is None else environment,
-        )
+        self._rule(policy, release or self.release, self.environment if environment is None else environment)
         placed = self._placed
-        self._placed = [
-            place._replace(gemms=policy.gemms_at(place.below, place.layer, place.layers, place.name))
-            for place in placed
-        ]
+        self._placed = [p._replace(gemms=policy.gemms_at(p.below, p.layer, p.layers, p.name)) for p in placed]
         try:
             self._check_regions()
         except BadValue:
@@ -140,9 +137,7 @@ class Emulation(Pausable):
 
     # --- building ------------------------------------------------------------------------------------------------------------------------
     def add(self, linear: Any, name: str, below: str, gemms: Gemms, layer: int | None, layers: int) -> None:
-        """Registers a linear (global name, name below its layer, 0-based layer, number of layers) and its rules; `freeze` makes the quantizers once all are
-        registered.
-        """
+        """Registers a linear (global name, name below its layer, 0-based layer, number of layers) and its rules; `freeze` makes the quantizers once all are registered."""
         self._placed.append(_Placed(linear, name, below, layer, layers, gemms))
 
     def freeze(self) -> None:
@@ -153,15 +148,8 @@ class Emulation(Pausable):
             for quant in place.gemms.distinct:
                 slots.setdefault(quant, []).append(place.name)
         for quant, names in slots.items():
-            self.quantizers[quant] = Quantizer(
-                quant,
-                names,
-                randomness=self.randomness,
-                device=self.device,
-                release=self.release,
-                compiled=self.compiled,
-                environment=self.environment,
-            )
+            how: dict[str, Any] = {"release": self.release, "compiled": self.compiled, "environment": self.environment}
+            self.quantizers[quant] = Quantizer(quant, names, randomness=self.randomness, device=self.device, **how)
         for place in self._placed:
             if not place.gemms.distinct:
                 self.high.append(place.name)
@@ -189,9 +177,8 @@ class Emulation(Pausable):
         ]
         # a pipeline stage need not have every module; for a model without linears the region is not at fault
         if idle and names and not _split():
-            raise BadValue(
-                f"no linear of this model matches {'; '.join(idle)} (linears of a layer: {', '.join(sorted(names))})"
-            )
+            there = f"linears of a layer: {', '.join(sorted(names))}"
+            raise BadValue(f"no linear of this model matches {'; '.join(idle)} ({there})")
 
     def elsewhere(self, region: Region) -> bool:
         """Whether the region is about another kind of model, so that it may match nothing here."""
@@ -228,8 +215,7 @@ class Emulation(Pausable):
         self.eval_begin()
 
     def eval_begin(self) -> None:
-        """Call before the first micro-batch of an evaluation: weights are quantized anew; the random bits of training are not
-        affected."""
+        """Call before the first micro-batch of an evaluation: weights are quantized anew; the random bits of training are not affected."""
         for plug in self.plugs.values():
             plug.first_microbatch = True
             plug.weight_row = plug.weight_column = None
@@ -283,9 +269,8 @@ class Emulation(Pausable):
         """Loads `state`, or what a checkpoint returned for `megatron`'s sharded state of it; raises CheckpointError if it does not fit."""
         plain = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         if STEP not in plain:
-            raise CheckpointError(
-                "no emulation state here: 'step' is missing (was the checkpoint written without emulation?)"
-            )
+            what = "no emulation state here: 'step' is missing"
+            raise CheckpointError(f"{what} (was the checkpoint written without emulation?)")
         for quantizer in self.quantizers.values():
             quantizer.load_state(plain)
         self.randomness.begin(int(plain[STEP]))
@@ -305,43 +290,24 @@ class Emulation(Pausable):
         """What differs from the GPU, one sentence each; shown with every result."""
         quants = self.policy.quants
         release = ".".join(map(str, self.release))
-        count = (
-            f"{len(self.plugs)} linear{'s' if len(self.plugs) != 1 else ''} quantized, {len(self.high)} kept in high precision"
-            + (" on this rank" if _split() else "")
-        )
-        notes = [f"emulated with the rules of Transformer Engine {release}: {count}"]
-        notes += dict.fromkeys(note for options in self.options.values() for note in options.notes)
+        count = f"{len(self.plugs)} linear{'s' if len(self.plugs) != 1 else ''} quantized"
+        kept = f"{len(self.high)} kept in high precision{' on this rank' if _split() else ''}"
+        notes = [f"emulated with the rules of Transformer Engine {release}: {count}, {kept}"]
+        notes += dict.fromkeys(note for one in self.options.values() for note in one.notes)
         notes += ALWAYS
-        if any(quant.attention != "none" for quant in quants):
-            notes.append("FP8 attention: attention runs in the compute dtype")
-        if any(quant.stored for quant in quants):
-            notes.append(
-                "weights stored in low precision: here they are stored in the parameters' dtype and quantized from it each step"
-            )
-        if any(options.get("fast_math") for options in self.options.values()):
-            notes.append("fast math: reciprocals are exact here and approximate on the GPU")
-        if any(options.get("stochastic_rounding") for options in self.options.values()):
-            notes.append("stochastic rounding: same distribution as on the GPU, but different random bits")
-        if any(not quant.wgrad for quant in quants):
-            notes.append("fp8_wgrad=False: Transformer Engine 2.9 to 2.12 ignore it, so wgrad is quantized here too")
+        options = self.options.values()
+        notes += [text for holds, text in (
+            (any(quant.attention != "none" for quant in quants), "FP8 attention: attention runs in the compute dtype"),
+            (any(quant.stored for quant in quants), "weights stored in low precision: here they are stored in the parameters' dtype and quantized from it each step"),
+            (any(one.get("fast_math") for one in options), "fast math: reciprocals are exact here and approximate on the GPU"),
+            (any(one.get("stochastic_rounding") for one in options), "stochastic rounding: same distribution as on the GPU, but different random bits"),
+            (any(not quant.wgrad for quant in quants), "fp8_wgrad=False: Transformer Engine 2.9 to 2.12 ignore it, so wgrad is quantized here too"),
+        ) if holds]  # fmt: skip
         if self.compiled and (why := compiler()) is not None:
             notes.append(why)
         return tuple(notes)
 
 
-def _refuse_compute(policy: PrecisionPolicy) -> None:
-    odd = [quant.row.words for quant in policy.quants if policy.compute not in quant.row.compute]
-    if odd:
-        raise Refused(
-            f"{', '.join(odd)} with {policy.compute.short} compute: Transformer Engine supports bf16 only (Hadamard transform, stochastic rounding, no FP16 "
-            "output of the GEMM)"
-        )
-
-
 def _split() -> bool:
     """Whether other processes may have other parts of the model."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -59,11 +59,8 @@ class Plug:
 def misfits(scaling: Scaling, tokens: int, weight: torch.Size) -> list[str]:
     """Every dimension of a linear that Transformer Engine refuses under that scaling, as text."""
     need = scaling.sizes
-    sizes = (
-        ("tokens", tokens, need.tokens),
-        ("input features", weight[1], need.inner),
-        ("output features", weight[0], need.outer),
-    )
+    features = ("input features", weight[1], need.inner), ("output features", weight[0], need.outer)
+    sizes = (("tokens", tokens, need.tokens), *features)
     return [f"{name} {size} (expected a multiple of {multiple})" for name, size, multiple in sizes if size % multiple]
 
 
@@ -79,26 +76,18 @@ def check_shapes(slot: str, scaling: Scaling, tokens: int, weight: torch.Size) -
 
 def product(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
     """a @ b in `out`, rounded once: fp32 accumulation, the operands' factors and the bias in the epilogue."""
-    left, right = a.values, b.values
-    if left.device.type != "cpu":
-        return _product_on_gpu(a, b, out, bias)
-    factor = joint_factor(a, b)
-    narrow = torch.bfloat16
-    if (
-        out is not narrow
-        or left.dtype is not narrow
-        or right.dtype is not narrow
-        or (factor is not None and factor.dim())
-    ):
-        # no mixed-precision output and no per-line factor on the CPU: the same exact operands, widened, and the epilogue in torch (MKL scales an
-        # operand before the product)
-        result = left.float() @ right.float()
-        result = result if factor is None else result * factor
-        return (result if bias is None else result + bias.float()).to(out)
-    # mkldnn scales and adds in fp32 before it rounds; with beta=0 the addend's content is ignored
-    addend = left.new_zeros(1, 1) if bias is None else bias.to(left.dtype).unsqueeze(0)
-    alpha = 1.0 if factor is None else float(factor)
-    return torch.addmm(addend, left, right, beta=0.0 if bias is None else 1.0, alpha=alpha)
+    left, right, factor = a.values, b.values, joint_factor(a, b)
+    on_cpu, single = left.device.type == "cpu", factor is None or not factor.dim()
+    if on_cpu and single and out is left.dtype is right.dtype is torch.bfloat16:
+        # mkldnn scales and adds in fp32 before it rounds; with beta=0 the addend's content is ignored
+        addend = left.new_zeros(1, 1) if bias is None else bias.to(left.dtype).unsqueeze(0)
+        alpha = 1.0 if factor is None else float(factor)
+        return torch.addmm(addend, left, right, beta=0.0 if bias is None else 1.0, alpha=alpha)
+    # elsewhere the same exact operands and the epilogue in torch. A CPU has no mixed-precision output and no per-line factor (MKL scales an operand
+    # before the product); on a GPU no value may be copied to the host, and an fp32 result makes the factor accurate enough for a single rounding
+    result = left.float() @ right.float() if on_cpu else torch.mm(left, right, out_dtype=torch.float32)
+    result = result if factor is None else result * factor
+    return (result if bias is None else result + bias.float()).to(out)
 
 
 def joint_factor(a: Operand, b: Operand) -> torch.Tensor | None:
@@ -112,14 +101,6 @@ def joint_factor(a: Operand, b: Operand) -> torch.Tensor | None:
     if a.divisor != 1.0 and b.divisor != 1.0 and a.factor.numel() == b.factor.numel() == 1:
         return a.factor * b.factor * (1.0 / (a.divisor * b.divisor))
     return a.alpha * b.alpha  # type: ignore[operator]  # neither is None
-
-
-def _product_on_gpu(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    # no value may be copied to the host here; an fp32 result makes the multiplication by the factor accurate enough for a single rounding
-    result = torch.mm(a.values, b.values, out_dtype=torch.float32)
-    factor = joint_factor(a, b)
-    result = result if factor is None else result * factor
-    return (result if bias is None else result + bias.float()).to(out)
 
 
 class QuantizedLinear(torch.autograd.Function):
@@ -137,18 +118,14 @@ class QuantizedLinear(torch.autograd.Function):
         high: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x: [..., in]; first: this linear opens its context; replay: activation recomputation. high: x before it was rounded to its dtype, if
-        that is what is quantized (`linear.unrounded`).
-        """
+        that is what is quantized (`linear.unrounded`)."""
         with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and have no effect here
-            flat = (
-                (x if high is None else high).detach().reshape(-1, x.shape[-1])
-            )  # kernels are compiled for tensors without gradients
+            # kernels are compiled for tensors without gradients
+            flat = (x if high is None else high).detach().reshape(-1, x.shape[-1])
             row = _seen(plug, "fprop", "x", flat, replay=replay)
             weights = _weights(plug, weight, x.dtype, column=ctx.needs_input_grad[0])
             y = product(row, weights[0].turned(), x.dtype, bias)
-            column = None
-            if ctx.needs_input_grad[1]:
-                column = _for_wgrad(plug, row, flat, replay=replay)
+            column = _for_wgrad(plug, row, flat, replay=replay) if ctx.needs_input_grad[1] else None
             _save(ctx, column, weights[1])
             ctx.plug, ctx.first, ctx.shape, ctx.dtypes = plug, first, x.shape, (x.dtype, weight.dtype)
             ctx.has_bias = bias is not None
@@ -224,27 +201,18 @@ def _weights(plug: Plug, weight: torch.Tensor, compute: torch.dtype, *, column: 
 
 
 def _weight(plug: Plug, gemm: Gemm, weight: torch.Tensor, compute: torch.dtype) -> Operand:
-    high = weight.detach()
     # a GEMM that is not quantized takes the weight in the compute dtype
-    return _seen(
-        plug, gemm, "w", high if getattr(plug, gemm) is not None else high.to(compute), wide=compute is torch.float32
-    )
+    high = weight.detach() if getattr(plug, gemm) is not None else weight.detach().to(compute)
+    return _seen(plug, gemm, "w", high, wide=compute is torch.float32)
 
 
 def _save(ctx: Any, *operands: Operand | None) -> None:
-    tensors = [
-        tensor
-        for operand in operands
-        for tensor in ((None, None) if operand is None else (operand.values, operand.factor))
-    ]
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*(getattr(one, part, None) for one in operands for part in ("values", "factor")))
     ctx.divisors = [1.0 if operand is None else operand.divisor for operand in operands]
 
 
 def _saved(ctx: Any) -> tuple[Operand | None, Operand | None]:
-    x_values, x_factor, w_values, w_factor = ctx.saved_tensors
-    x_divisor, w_divisor = ctx.divisors
-    return (
-        None if x_values is None else Operand(x_values, x_factor, x_divisor),
-        None if w_values is None else Operand(w_values, w_factor, w_divisor),
-    )
+    tensors = ctx.saved_tensors
+    saved = zip(tensors[::2], tensors[1::2], ctx.divisors, strict=True)
+    x, weight = (None if one[0] is None else Operand(*one) for one in saved)
+    return x, weight

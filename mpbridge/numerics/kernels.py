@@ -91,13 +91,6 @@ BLOCK_RULES: Mapping[str, BlockRule] = types.MappingProxyType(
 """`emulation` of a row of precision/scalings -> its arithmetic."""
 
 
-def nvfp4_factors(amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """NVFP4: (multiplier, E4M3 block scale, fp32 amax of the whole tensor)."""
-    overall = amax.amax()
-    multiplier, scale = nvfp4_block(amax, nvfp4_global(overall), rules)
-    return multiplier, scale, overall
-
-
 def four_over_six(
     view: torch.Tensor,
     amax: torch.Tensor,
@@ -151,17 +144,13 @@ def block_scales(
     return factors(peaks(view), number, torch.finfo(view.dtype).max, power_of_two, rules)
 
 
-def nvfp4_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`nvfp4_factors` of a view."""
-    return nvfp4_factors(peaks(view), rules)
+def nvfp4_scales(view: torch.Tensor, rules: Rules, fused: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """NVFP4, of a view: (multiplier, E4M3 block scale, fp32 amax of the whole tensor).
 
-
-def nvfp4_fused_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `nvfp4_scales`, for the casts that are fused with the Hadamard transform: a block with a NaN gets a NaN scale and does not contribute to the
-    tensor's amax.
+    fused: by the casts that are fused with the Hadamard transform, where a block with a NaN gets a NaN scale and does not contribute to the tensor's amax.
     """
-    amax = view.abs().amax(1, keepdim=True).float()
-    overall = torch.where(amax == amax, amax, 0.0).amax()
+    amax = view.abs().amax(1, keepdim=True).float() if fused else peaks(view)
+    overall = (torch.where(amax == amax, amax, 0.0) if fused else amax).amax()
     multiplier, scale = nvfp4_block(amax, nvfp4_global(overall), rules)
     return multiplier, scale, overall
 
@@ -181,17 +170,13 @@ def values_stochastic(
     return (round_stochastic(view.float() * multiplier, random) * factor).to(out)
 
 
-def tensorwise(
-    x: torch.Tensor, number: NumberFormat, out: torch.dtype, power_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tensorwise(x: torch.Tensor, number: NumberFormat, out: torch.dtype, power_of_two: bool) -> TensorPair:
     """Current scaling: (codes, 1/scale)."""
     scale = scale_from_amax(amax_of(x), number.largest, power_of_two=power_of_two)
     return round_nearest(x.float() * scale, number).to(out), 1.0 / scale
 
 
-def delayed(
-    x: torch.Tensor, scale: torch.Tensor, number: NumberFormat, out: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def delayed(x: torch.Tensor, scale: torch.Tensor, number: NumberFormat, out: torch.dtype) -> TensorPair:
     """Delayed scaling: (codes under the stored scale, amax of x)."""
     return round_nearest(x.float() * scale, number).to(out), amax_of(x)
 
@@ -210,8 +195,7 @@ def sylvester(n: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def hadamard(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The transposed 16x16 matrix diag(signs) H / 4: orthogonal, so wgrad is unchanged up to rounding. Signs: TE's
-    nvfp4_tensor.py."""
+    """The transposed 16x16 matrix diag(signs) H / 4: orthogonal, so wgrad is unchanged up to rounding. Signs: TE's nvfp4_tensor.py."""
     signs = torch.diag(torch.tensor(_SIGNS, dtype=torch.float32))
     return (signs @ sylvester(16) * 0.25).t().contiguous().to(device, dtype)
 
@@ -229,9 +213,8 @@ def compiler() -> str | None:
     """The reason why nothing is compiled; None if torch.compile has what it needs."""
     if torch.cuda.is_available():
         return None
-    if (
-        "ATEN_CPU_CAPABILITY" in os.environ
-    ):  # seen with 2.13: kernels of another vector width crash, or compute something else
+    # seen with 2.13: kernels of another vector width crash, or compute something else
+    if "ATEN_CPU_CAPABILITY" in os.environ:
         return "ATEN_CPU_CAPABILITY is set, and torch's cache of compiled kernels does not ask for it: the quantize kernels run uncompiled, several times slower, with the same results"
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "no C++ compiler found (g++ or clang++): the quantize kernels run uncompiled, several times slower, with the same results"
@@ -246,20 +229,17 @@ def kernel(
 
     Each gets its own code object: torch counts recompilations per code object and gives up after eight.
     """
-    if not compiled or compiler() is not None:
-        return lambda *tensors: function(*tensors, *fixed)
 
     def call(*tensors: torch.Tensor) -> Any:
         return function(*tensors, *fixed)
 
+    if not compiled or compiler() is not None:
+        return call
     said = tuple(getattr(value, "__name__", value) for value in fixed)  # a function's repr has its address
     name = f"{function.__name__}_{zlib.crc32(repr((kind, said)).encode()):08x}"
     code = call.__code__.replace(co_name=name)
     own = types.FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
-    return _Guarded(torch.compile(own), lambda *tensors: function(*tensors, *fixed))
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    return _Guarded(torch.compile(own), call)
 
 
 class _Guarded:
@@ -272,9 +252,8 @@ class _Guarded:
         if torch._C._len_torch_dispatch_stack():
             # in such a mode torch.compile would mark the code as never to be compiled. A mode that observes (the audit's) needs no operation of a
             # kernel, and is set aside; one that computes in place of torch (fake tensors) must see them all
-            if not is_in_torch_dispatch_mode(include_infra_modes=False) or any(
-                type(one) not in _PLAIN for one in tensors
-            ):
+            plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in tensors)
+            if not plain or not is_in_torch_dispatch_mode(include_infra_modes=False):
                 return self._slow(*tensors)
             with _disable_current_modes():
                 return self(*tensors)
@@ -291,10 +270,8 @@ class _Guarded:
             with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 result = self._call(*tensors)
         except Exception as error:  # any toolchain failure: the results do not depend on it
-            _log.warning(
-                "torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results",
-                type(error).__name__,
-            )
+            what = "torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results"
+            _log.warning(what, type(error).__name__)
             self._call = self._slow
             result = self._slow(*tensors)
         self._proven = True

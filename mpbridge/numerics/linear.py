@@ -170,11 +170,6 @@ class EmulatedLinear(torch.nn.Linear):
 
     plug: Plug
 
-    @property
-    def quant(self) -> Quant:
-        """The rule that this linear's GEMMs run under."""
-        return self.plug.quantizer.quant
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input Wt + b with quantized operands."""
         return apply(self.plug, input, self.weight, self.bias)

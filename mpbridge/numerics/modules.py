@@ -36,16 +36,14 @@ def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options:
     high precision. In a module without any `ModuleList` every linear counts as a layer. options: those of `Emulation`. Raises Refused for a
     module that is emulated already.
     """
-    _refuse_emulated(module)
+    held = [name for name, child in module.named_modules() if isinstance(child, EmulatedLinear)]
+    if held:
+        what = f"{type(module).__name__} is emulated already ({len(held)} linears, as {held[0] or 'itself'})"
+        raise Refused(f"{what}: first call detach() on the object that mpbridge.emulate returned")
     emulation = Emulation(policy, **options)
-    places = list(_places(module))
-    found = [
-        (name, linear, below, layer, layers)
-        for name, linear, below, layer, layers in places
-        if type(linear) is torch.nn.Linear
-    ]
-    for name, linear, below, layer, layers in found:
-        emulation.add(linear, name, below, policy.gemms_at(below, layer, layers, name), layer, layers)
+    for name, linear, below, layer, layers in _places(module):
+        if type(linear) is torch.nn.Linear:
+            emulation.add(linear, name, below, policy.gemms_at(below, layer, layers, name), layer, layers)
     emulation.freeze()
     emulation.dress()
     # a ModuleList has no forward: its members are called one by one
@@ -68,14 +66,6 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear, str
         if owner is not None:
             number, _, below = name[len(owner) + 1 if owner else 0 :].partition(".")
             yield name, linear, below or number, int(number), len(named[owner])
-
-
-def _refuse_emulated(module: torch.nn.Module) -> None:
-    held = [name for name, child in module.named_modules() if isinstance(child, EmulatedLinear)]
-    if held:
-        raise Refused(
-            f"{type(module).__name__} is emulated already ({len(held)} linears, as {held[0] or 'itself'}): first call detach() on the object that mpbridge.emulate returned"
-        )
 
 
 def refuse_without_linears(module: torch.nn.Module) -> None:

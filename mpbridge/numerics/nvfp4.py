@@ -7,19 +7,9 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.numerics.kernels import (
-    four_over_six,
-    nvfp4_fused_scales,
-    nvfp4_scales,
-    peaks,
-    rotate,
-    values,
-    values_stochastic,
-)
+from mpbridge.numerics.kernels import four_over_six, nvfp4_scales, peaks, rotate, values, values_stochastic
 from mpbridge.numerics.operands import Operand, OperandCopy, Side, spread, square_peaks, view_of
-from mpbridge.numerics.rules import Options
-from mpbridge.numerics.scales import Rules, nvfp4_block, nvfp4_fast_multiplier, nvfp4_global
-from mpbridge.precision.scalings import Block
+from mpbridge.numerics.scales import Options, Rules, nvfp4_block, nvfp4_fast_multiplier, nvfp4_global
 
 Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(multiplier before the cast, block scale, amax of the second level)."""
@@ -34,10 +24,7 @@ class Nvfp4:
     _hadamard: bool
     _randomness: Any
     _kernel: Any
-
-    def block(self, side: Side) -> Block:
-        """The extent of one scale on that side."""
-        raise AssertionError("implemented by Quantizer")
+    block: Any
 
     def four_over_six(self, side: Side) -> bool:
         """Whether that side's blocks choose between 6 and 4 for their largest value."""
@@ -68,12 +55,10 @@ class Nvfp4:
             across = square and copy == "row" and self.four_over_six("w")
             source = x.t().contiguous() if across else x
             return source, view_of(source, along, "column" if square else copy), across
-        source = self._rotated(x) if copy == "column" and self._hadamard else x
-        return source, view_of(source, along, copy), False
-
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        # fast math: the fused kernel casts the transform's fp32 result
-        return rotate(x, rounded=not (self.options.get("fast_math") and _fused(x)))
+        if copy == "column" and self._hadamard:
+            # fast math: the fused kernel casts the transform's fp32 result
+            x = rotate(x, rounded=not (self.options.get("fast_math") and _fused(x)))
+        return x, view_of(x, along, copy), False
 
     def _nvfp4_factors(
         self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy, overall: torch.Tensor | None = None
@@ -103,7 +88,10 @@ class Nvfp4:
         """`_nvfp4_factors` without fast math."""
         square = side == "w" and self.block("w").square
         if overall is None and not square and not self.four_over_six(side) and not self.row_scaled(side):
-            return self._plain_factors(x, view, side, copy)
+            # the kernel fused with the transform makes the rotated copy and, from 2.14 on, also the row copy; its block amaxes propagate NaN
+            fused = side != "w" and self._hadamard and _fused(x) and (copy == "column" or self.rules.nvfp4_fused_rows)
+            scales: Factors = self._kernel(nvfp4_scales, view, self.rules, fused)(view)
+            return scales
         amax = self._kernel(peaks, view)(view)
         if square:
             return self._square_factors(view, amax, side, overall)
@@ -113,12 +101,6 @@ class Nvfp4:
             return (*self._four_or_six(view, amax, lines, side, square=False), overall)
         return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), overall)
 
-    def _plain_factors(self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy) -> Factors:
-        # the kernel fused with the transform makes the rotated copy and, from 2.14 on, also the row copy; its block amaxes propagate NaN
-        fused = side != "w" and self._hadamard and _fused(x) and (copy == "column" or self.rules.nvfp4_fused_rows)
-        scales: Factors = self._kernel(nvfp4_fused_scales if fused else nvfp4_scales, view, self.rules)(view)
-        return scales
-
     def _square_factors(
         self, view: torch.Tensor, amax: torch.Tensor, side: Side, overall: torch.Tensor | None
     ) -> Factors:
@@ -126,9 +108,9 @@ class Nvfp4:
         blocks = square_peaks(amax, along)
         if not self.four_over_six(side):
             lines = blocks.amax() if overall is None else overall
-            factors = spread(nvfp4_block(blocks, nvfp4_global(lines), self.rules), along)
-            return (*factors, lines)
-        amax = spread((blocks, blocks), along)[0]
+            multiplier, factor = nvfp4_block(blocks, nvfp4_global(lines), self.rules)
+            return spread(multiplier, along), spread(factor, along), lines
+        amax = spread(blocks, along)
         lines = amax.amax() if overall is None else overall
         return (*self._four_or_six(view, amax, lines, side, square=True), lines)
 

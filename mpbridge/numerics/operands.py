@@ -57,10 +57,9 @@ def square_peaks(down: torch.Tensor, side: int) -> torch.Tensor:
     return down.reshape(down.shape[0], -1, side).amax(2)
 
 
-def spread(factors: tuple[torch.Tensor, torch.Tensor], side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of square blocks repeated along the columns, so that the column kernels apply them."""
-    first, second = (factor.repeat_interleave(side, 1).unsqueeze(1) for factor in factors)
-    return first, second
+def spread(factor: torch.Tensor, side: int) -> torch.Tensor:
+    """A factor of square blocks repeated along the columns, so that the column kernels apply it."""
+    return factor.repeat_interleave(side, 1).unsqueeze(1)
 
 
 def padded_to_blocks(x: torch.Tensor, across: int, along: int, copy: OperandCopy) -> tuple[torch.Tensor, torch.Size]:

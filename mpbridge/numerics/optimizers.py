@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -14,31 +13,16 @@ BLOCK = 131072
 """Elements updated at a time when states need conversion, so that the ten passes over them stay in cache; the fastest measured from 16384 to 131072."""
 
 
-def _f32(value: float) -> float:
+def f32(value: float) -> float:
     """`value` rounded to FP32, like a kernel argument of type float."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scalars:
-    """The arguments of one update, rounded as the CUDA kernel rounds them."""
+    """The arguments of one update, as a user gave them, rounded as the CUDA kernel rounds them. step: None: no bias correction."""
 
-    lr: float
-    beta1: float
-    beta2: float
-    keep1: float
-    keep2: float
-    correction1: float
-    correction2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    step: int | None
-    """None: no bias correction."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         *,
         lr: float,
         betas: tuple[float, float],
@@ -46,22 +30,13 @@ class Scalars:
         weight_decay: float,
         step: int | None,
         decoupled: bool,
-    ) -> Scalars:
-        """From the values that a user gave. step: None: no bias correction."""
-        beta1, beta2 = (_f32(beta) for beta in betas)
-        return cls(
-            lr=_f32(lr),
-            beta1=beta1,
-            beta2=beta2,
-            keep1=_f32(1.0 - beta1),
-            keep2=_f32(1.0 - beta2),
-            correction1=1.0 if step is None else _f32(1.0 - beta1**step),
-            correction2=1.0 if step is None else _f32(1.0 - beta2**step),
-            eps=_f32(eps),
-            weight_decay=_f32(weight_decay),
-            decoupled=decoupled,
-            step=step,
-        )
+    ) -> None:
+        self.lr, self.eps, self.weight_decay = f32(lr), f32(eps), f32(weight_decay)
+        self.step, self.decoupled = step, decoupled
+        self.beta1, self.beta2 = beta1, beta2 = f32(betas[0]), f32(betas[1])
+        self.keep1, self.keep2 = f32(1.0 - beta1), f32(1.0 - beta2)
+        self.correction1 = 1.0 if step is None else f32(1.0 - beta1**step)
+        self.correction2 = 1.0 if step is None else f32(1.0 - beta2**step)
 
 
 def update(

@@ -20,32 +20,11 @@ import torch
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.formats import FORMATS, NumberFormat
+from mpbridge.numerics import kernels, operands
 from mpbridge.numerics.codes import random_bytes
-from mpbridge.numerics.kernels import (
-    BLOCK_RULES,
-    TensorPair,
-    amax_of,
-    block_scales,
-    delayed,
-    kernel,
-    peaks,
-    tensorwise,
-    values,
-)
 from mpbridge.numerics.nvfp4 import Nvfp4
-from mpbridge.numerics.operands import (
-    COPY_OF,
-    Operand,
-    OperandCopy,
-    Side,
-    cropped,
-    padded_to_blocks,
-    spread,
-    square_peaks,
-    view_of,
-)
-from mpbridge.numerics.rules import Release, options_of
-from mpbridge.numerics.scales import DEFAULT_RELEASE, AmaxTable, rules_for
+from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
+from mpbridge.numerics.scales import DEFAULT_RELEASE, AmaxTable, Release, options_of, rules_for
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.regions import Gemm
 from mpbridge.precision.scalings import SCALINGS, Block
@@ -96,9 +75,8 @@ class Quantizer(Nvfp4):
     ) -> None:
         if quant.row.emulation is None:
             known = ", ".join(row.name for row in SCALINGS.values() if row.emulation is not None)
-            raise Refused(
-                f"scaling {quant.scaling!r} cannot be emulated: its rules are in {quant.factory} (expected one of {known})"
-            )
+            what = f"its rules are in {quant.factory} (expected one of {known})"
+            raise Refused(f"scaling {quant.scaling!r} cannot be emulated: {what}")
         self.rule = quant.row.emulation
         self.quant, self.rules, self.compiled, self._randomness = quant, rules_for(release), compiled, randomness
         self.options = options_of(quant, release, environment)
@@ -109,21 +87,14 @@ class Quantizer(Nvfp4):
         self.forward_format = FORMATS[quant.element(gradient=False)]
         self.gradient_format = FORMATS[quant.element(gradient=True)]
         self.out = torch.bfloat16
-        names = tuple(f"{slot}.{side}" for slot in slots for side in ("x", "w"))
         self.forward_table = self.backward_table = None
         if quant.row.history:
+            names, gradients = [f"{slot}.{side}" for slot in slots for side in ("x", "w")], [f"{s}.dy" for s in slots]
             self.forward_table = AmaxTable(names, quant, self.forward_format.largest, device)
-            self.backward_table = AmaxTable(
-                tuple(f"{slot}.dy" for slot in slots), quant, self.gradient_format.largest, device
-            )
+            self.backward_table = AmaxTable(gradients, quant, self.gradient_format.largest, device)
         self._stashed: dict[str, deque[torch.Tensor]] = {}
 
     # --- operands --------------------------------------------------------------------------------------------------------------------
-    @property
-    def one_copy(self) -> bool:
-        """True if the row copy is also the column copy: one scale for the whole tensor."""
-        return self.quant.row.per_tensor
-
     def block(self, side: Side) -> Block:
         """The extent of one scale on that side."""
         found = self.quant.row.block(weight=side == "w", square=self.options.get("square_weights", True))
@@ -133,7 +104,7 @@ class Quantizer(Nvfp4):
     def shares_copies(self, side: Side) -> bool:
         """True if both copies of that operand are equal: one scale for all of it, or square blocks."""
         # Four Over Six sums errors along the contraction, so the two copies of a square block may choose differently
-        return self.one_copy or (side == "w" and self.block("w").square and not self.four_over_six("w"))
+        return self.quant.row.per_tensor or (side == "w" and self.block("w").square and not self.four_over_six("w"))
 
     def operand(
         self,
@@ -148,8 +119,7 @@ class Quantizer(Nvfp4):
     ) -> Operand:
         """`x` (two-dimensional: tokens by features, or a weight) as that GEMM of that linear reads it.
 
-        first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's
-        copy.
+        first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's copy.
         replay: activation recomputation; delayed scaling reads the scale of the first run and counts no amax.
         wide: values in fp32, if bf16 cannot represent the smallest block scales times a code (amaxes below 1e-35, which bf16 GEMMs flush anyway);
         None: for fp32 input.
@@ -158,7 +128,7 @@ class Quantizer(Nvfp4):
         rule, copy = self.rule, COPY_OF[gemm, side]
         if rule == "current":
             flat = x.reshape(-1)
-            codes, alpha = self._kernel(tensorwise, flat, number, self.out, self._power_of_two)(flat)
+            codes, alpha = self._kernel(kernels.tensorwise, flat, number, self.out, self._power_of_two)(flat)
             return Operand(codes.view(x.shape), alpha)
         if rule == "history":
             return self._delayed(x, slot, side, observe=first_microbatch or side != "w", replay=replay)
@@ -179,22 +149,22 @@ class Quantizer(Nvfp4):
         with square blocks). operand: made from the whole source.
         """
         rule, copy = self.rule, COPY_OF[gemm, side]
-        if self.one_copy:
+        if self.quant.row.per_tensor:
             assert operand.alpha is not None  # one scale for all of it
             return x.float(), 1.0 / operand.alpha
         if rule == "e4m3_blocks":
             return self._explain_nvfp4(x, operand, side, copy)
         block = self.block(side)
-        padded, shape = padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
-        view = view_of(padded, block.along, "column" if block.across > 1 else copy)
-        amax = square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
+        padded, shape = operands.padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
+        view = operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
+        amax = operands.square_peaks(kernels.peaks(view), block.along) if block.across > 1 else kernels.peaks(view)
         multiplier, _ = self._factors(amax, side, x.dtype)
         if block.across > 1:
-            multiplier, _ = spread((multiplier, multiplier), block.along)
-        return x.float(), cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
+            multiplier = operands.spread(multiplier, block.along)
+        return x.float(), operands.cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
 
     def _kernel(self, function: Any, x: torch.Tensor, *fixed: Any) -> Any:
-        return kernel(function, self.compiled, (x.dim(), x.dtype), *fixed)
+        return kernels.kernel(function, self.compiled, (x.dim(), x.dtype), *fixed)
 
     def _delayed(self, x: torch.Tensor, slot: str, side: Side, *, observe: bool, replay: bool) -> Operand:
         number = self.format_of(side)
@@ -202,7 +172,7 @@ class Quantizer(Nvfp4):
         # a copy, because the table is updated before the backward pass reads this operand's scale
         scale = self._stashed[f"{slot}.{side}"].popleft() if replay else table.scale[index].clone()
         flat = x.reshape(-1)
-        codes, amax = self._kernel(delayed, flat, number, self.out)(flat, scale)
+        codes, amax = self._kernel(kernels.delayed, flat, number, self.out)(flat, scale)
         if observe and not replay:
             table.observe(index, amax)
         return Operand(codes.view(x.shape), 1.0 / scale)
@@ -226,23 +196,24 @@ class Quantizer(Nvfp4):
 
     def _blocks(self, x: torch.Tensor, side: Side, copy: OperandCopy, wide: bool) -> Operand:
         number = self.format_of(side)
-        rule = BLOCK_RULES[self.rule]
+        rule = kernels.BLOCK_RULES[self.rule]
         # an fp32 scale times a code has too many bits for bf16, whatever its size
         dtype = torch.float32 if wide or not (rule.powers_of_two or self._power_of_two) else self.out
         block = self.block(side)
-        padded, shape = padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
-        view = view_of(padded, block.along, "column" if block.across > 1 else copy)
+        padded, shape = operands.padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
+        view = operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
         if block.across > 1:
-            amax = square_peaks(self._kernel(peaks, view)(view), block.along)
-            factors = spread(self._factors(amax, side, x.dtype), block.along)
+            amax = operands.square_peaks(self._kernel(kernels.peaks, view)(view), block.along)
+            factors = tuple(operands.spread(one, block.along) for one in self._factors(amax, side, x.dtype))
         else:
-            factors = self._kernel(block_scales, view, rule.factors, number, self._power_of_two, self.rules)(view)
-        out = self._kernel(values, view, number, dtype)(view, *factors)
-        return Operand(cropped(out.view(padded.shape), shape))
+            fixed = (rule.factors, number, self._power_of_two, self.rules)
+            factors = self._kernel(kernels.block_scales, view, *fixed)(view)
+        out = self._kernel(kernels.values, view, number, dtype)(view, *factors)
+        return Operand(operands.cropped(out.view(padded.shape), shape))
 
-    def _factors(self, amax: torch.Tensor, side: Side, dtype: torch.dtype) -> TensorPair:
+    def _factors(self, amax: torch.Tensor, side: Side, dtype: torch.dtype) -> kernels.TensorPair:
         """(multiplier before the cast, factor after it) of blocks with those amaxes, of an operand of that dtype."""
-        factors = BLOCK_RULES[self.rule].factors
+        factors = kernels.BLOCK_RULES[self.rule].factors
         return factors(amax, self.format_of(side), torch.finfo(dtype).max, self._power_of_two, self.rules)
 
     # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
@@ -255,19 +226,6 @@ class Quantizer(Nvfp4):
         """Ends the backward pass of a context's first linear: new gradient scales."""
         if self.backward_table is not None:
             self.backward_table.update(group)
-
-    def skip(self, slot: str, side: Side, x: torch.Tensor) -> None:
-        """Counts the amax of a tensor that no GEMM quantizes here (an empty tensor is not counted)."""
-        if self.quant.row.history and x.numel():
-            table, index = self._place(slot, side)
-            table.observe(index, amax_of(x))
-
-    def scale_of(self, slot: str, side: Side) -> float | None:
-        """The stored scale that the next operand of that kind gets; None unless it is delayed scaling."""
-        if not self.quant.row.history:
-            return None
-        table, index = self._place(slot, side)
-        return float(table.scale[index])
 
     def state(self) -> dict[str, torch.Tensor]:
         """name -> fp32 vector of scale and history (delayed scaling; empty for the others, which have no state)."""

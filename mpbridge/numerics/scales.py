@@ -1,4 +1,5 @@
-"""The scale rules of Transformer Engine's recipes, with the changes between its releases in one table; and the state of delayed scaling.
+"""The scale rules of Transformer Engine's recipes, with the changes between its releases in one table; the options that a recipe or the environment sets; and the state of
+delayed scaling.
 
 Read from Transformer Engine's sources at v2.11 (file names are relative to `transformer_engine/`): `common/recipe/recipe_common.cuh`,
 `common/recipe/current_scaling.cu`, `common/cast/mxfp8/quantize_mxfp8.cuh`, `common/util/ptx.cuh`, `common/cast/nvfp4/core_nvfp4.cuh`.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from mpbridge.common.errors import BadValue, CheckpointError
-from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
+from mpbridge.common.errors import BadValue, CheckpointError, Refused
+from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat, say
 from mpbridge.numerics.codes import round_nearest, smallest_normal
 from mpbridge.precision.policy import Quant
 
@@ -27,11 +29,14 @@ _RECIPROCAL = {
 }
 
 
+Release = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """Differences between releases in what they compute."""
 
-    since: tuple[int, int]
+    since: Release
     """First Transformer Engine release (major, minor) with this row."""
     nvfp4_divides: bool
     """NVFP4 block scale: e4m3((amax / 6) * S) when true, e4m3(amax * (S * fp32(1/6))) when false; they differ on rounding ties only."""
@@ -55,14 +60,69 @@ DEFAULT_RELEASE = (2, 11)
 """The newest release that megatron-core 0.16.1 accepts (`transformer-engine >=2.9,<2.12`)."""
 
 
-def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
+def release_of(text: str | Release | None) -> Release:
+    """(major, minor) of '2.14', '2.14.1' or a pair; None: the newest that megatron-core 0.16.1 accepts. Raises BadValue."""
+    if text is None:
+        return DEFAULT_RELEASE
+    if isinstance(text, tuple):
+        return text[0], text[1]
+    parts = str(text).split("+")[0].split(".")
+    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
+        raise BadValue(f"{text!r} is not a Transformer Engine release (expected one such as '2.14')")
+    return int(parts[0]), int(parts[1])
+
+
+def rules_for(release: Release = DEFAULT_RELEASE) -> Rules:
     """The row of a Transformer Engine release; raises BadValue before 2.9."""
     rows = [row for row in RULES if row.since <= tuple(release[:2])]
     if not rows:
-        raise BadValue(
-            f"Transformer Engine {'.'.join(map(str, release))} is older than any known rule (expected 2.9 or newer)"
-        )
+        named = ".".join(map(str, release))
+        raise BadValue(f"Transformer Engine {named} is older than any known rule (expected 2.9 or newer)")
     return rows[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of one Quant, each with its value."""
+
+    values: Mapping[str, Any]
+    notes: tuple[str, ...]
+    """Options that differ from the scaling's defaults with who set them, and settings without effect: one sentence each."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an option; `default` if the scaling has no such option."""
+        return self.values.get(name, default)
+
+
+def options_of(quant: Quant, release: Release, environment: Mapping[str, str]) -> Options:
+    """The options of `quant` under `release`: the recipe's value, else the environment's, else the default.
+
+    Raises Refused for an option that the recipe sets but the release does not have, and for options that exclude each other; BadValue for a value
+    that Transformer Engine refuses.
+    """
+    values: dict[str, Any] = {}
+    notes, faults, named = [], [], ".".join(map(str, release))
+    stated = dict(quant.options)
+    for option in quant.row.options:
+        known = release_of(option.since) <= release
+        values[option.name] = option.default
+        outside = option.read(environment)
+        if option.name in stated:
+            values[option.name] = stated[option.name]
+            if not known and stated[option.name] != option.default:
+                needs = f"{option.name}={say(stated[option.name])} needs Transformer Engine {option.since} or later"
+                faults.append(f"{needs}, but the rules of {named} are emulated (--te {option.since})")
+            elif stated[option.name] != option.default:
+                notes.append(f"{quant.scaling}: {option.name}={say(values[option.name])} (the recipe)")
+        elif outside != option.default and known:
+            values[option.name] = outside
+            notes.append(f"{quant.scaling}: {option.name}={say(outside)} ({option.variable})")
+        elif outside != option.default:
+            notes.append(f"{option.variable} is set but has no effect before Transformer Engine {option.since}")
+    faults += quant.row.clashes(values, named)
+    if faults:
+        raise Refused(f"{quant.scaling} scaling cannot be emulated like this: {'; '.join(faults)}")
+    return Options(values=MappingProxyType(values), notes=tuple(notes))
 
 
 def magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -111,12 +171,6 @@ def scale_from_amax(
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
-def delayed_scale(amax: torch.Tensor, old: torch.Tensor, largest: float, margin: int) -> torch.Tensor:
-    """Next fp32 scale of delayed scaling: (largest * 2**-margin) / amax, at most fp32's largest; the old one if amax is unusable."""
-    scale = _quotient(largest * 2.0**-margin, amax).clamp_max(FP32_LARGEST)
-    return torch.where(amax.isfinite() & (amax > 0), scale, old)
-
-
 def mxfp8_exponent(amax: torch.Tensor, number: NumberFormat) -> torch.Tensor:
     """Biased E8M0 byte (int32) of amax/largest, rounded up; 0 for 0, 254 for infinity, 255 for NaN."""
     ratio = amax * _RECIPROCAL[number.name]
@@ -136,11 +190,9 @@ def mxfp8_factors(exponent: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, t
     half = 0x00400000  # 2**-127, subnormal
     multiplier = torch.where(exponent == 254, torch.full_like(exponent, half), (254 - exponent) << 23)
     value = torch.where(exponent == 0, torch.full_like(exponent, half), exponent << 23)
-    nan = torch.full_like(multiplier, 0x7FC00000)
-    invalid = exponent == 255
-    return torch.where(invalid, nan, multiplier).view(torch.float32), torch.where(invalid, nan, value).view(
-        torch.float32
-    )
+    nan, invalid = torch.full_like(multiplier, 0x7FC00000), exponent == 255
+    multiplier, value = (torch.where(invalid, nan, one).view(torch.float32) for one in (multiplier, value))
+    return multiplier, value
 
 
 def nvfp4_global(amax: torch.Tensor, bound: float = E4M3.largest) -> torch.Tensor:
@@ -207,8 +259,9 @@ def updated(
     # the kernel reduces before it clears row 0, so a history of one still sees the last amax
     amax = last if algo == "most_recent" else magnitude(rolled).amax(0)
     rolled[0] = 0
-    renewed = delayed_scale(torch.where(moved, amax, torch.zeros_like(amax)), scale, largest, margin)
-    return torch.where(moved, rolled, history), renewed
+    renewed = _quotient(largest * 2.0**-margin, amax).clamp_max(FP32_LARGEST)
+    usable = moved & amax.isfinite() & (amax > 0)
+    return torch.where(moved, rolled, history), torch.where(usable, renewed, scale)
 
 
 class AmaxTable:
@@ -232,9 +285,8 @@ class AmaxTable:
         last = self.history[0].clone()
         if group is not None and torch.distributed.get_world_size(group) > 1:
             torch.distributed.all_reduce(last, op=torch.distributed.ReduceOp.MAX, group=group)
-        self.history, self.scale = updated(
-            self.history, self.scale, last, self.quant.amax_algo, self.largest, self.quant.margin
-        )
+        algo, margin = self.quant.amax_algo, self.quant.margin
+        self.history, self.scale = updated(self.history, self.scale, last, algo, self.largest, margin)
 
     def state(self) -> dict[str, torch.Tensor]:
         """name -> [1 + length] fp32: the scale, then the history."""
@@ -244,19 +296,12 @@ class AmaxTable:
         """Loads the result of `state`; raises CheckpointError that lists all missing names and all tensors with another history length."""
         length = 1 + self.history.shape[0]
         missing = [name for name in self.names if name not in state]
-        odd = [
-            f"{name}: {tuple(state[name].shape)}"
-            for name in self.names
-            if name in state and tuple(state[name].shape) != (length,)
-        ]
-        if missing or odd:
-            faults = ([f"missing: {', '.join(missing)}"] if missing else []) + (
-                [f"expected shape ({length},): {'; '.join(odd)}"] if odd else []
-            )
-            raise CheckpointError(
-                "delayed scaling's state does not fit this model: "
-                + "; ".join(faults)
-                + " (start with a fresh state instead)"
-            )
+        shapes = {name: tuple(state[name].shape) for name in self.names if name in state}
+        odd = [f"{name}: {shape}" for name, shape in shapes.items() if shape != (length,)]
+        faults = [f"missing: {', '.join(missing)}"] if missing else []
+        faults += [f"expected shape ({length},): {'; '.join(odd)}"] if odd else []
+        if faults:
+            what = f"delayed scaling's state does not fit this model: {'; '.join(faults)}"
+            raise CheckpointError(f"{what} (start with a fresh state instead)")
         for i, name in enumerate(self.names):
             self.scale[i], self.history[:, i] = state[name][0], state[name][1:]

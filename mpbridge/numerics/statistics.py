@@ -1,5 +1,4 @@
-"""What quantization does to each tensor: errors, underflow and saturation, amaxes and stale scales, collected while a model
-runs."""
+"""What quantization does to each tensor: errors, underflow and saturation, amaxes and stale scales, collected while a model runs."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Sample:
     nonfinite: int
     """Infinities and NaN among the elements."""
     staleness: float | None
-    """Delayed scaling: log2 of (the scale for this amax / the stored scale); 0 is fresh, below 0 saturates, above 0 wastes
-    range."""
+    """Delayed scaling: log2 of (the scale for this amax / the stored scale); 0 is fresh, below 0 saturates, above 0 wastes range."""
     ranges: tuple[int, ...]
     """Rows by floor(log2) of their amax in units of the codes, from BINS[0] to BINS[1]; rows of zeros are excluded."""
 
@@ -66,20 +64,13 @@ class Track:
         """Plain data: means over the samples after the first `warmup` steps (all of them if there are no others), and the series."""
         late = [s for step, s in zip(self.steps, self.samples, strict=True) if step > warmup] or self.samples
         stale = [s.staleness for s in late if s.staleness is not None]
+        named = {name: getattr(self, name) for name in ("slot", "side", "copy", "gemms", "format", "scaling")}
+        means = ("relative_error", "row_error", "flushed", "saturated", "sqnr")
         return {
             "tensor": f"{self.slot}.{self.side}",
-            "slot": self.slot,
-            "side": self.side,
-            "copy": self.copy,
-            "gemms": list(self.gemms),
-            "format": self.format,
-            "scaling": self.scaling,
+            **named,
             "samples": len(late),
-            "relative_error": _mean(s.relative_error for s in late),
-            "row_error": _mean(s.row_error for s in late),
-            "flushed": _mean(s.flushed for s in late),
-            "saturated": _mean(s.saturated for s in late),
-            "sqnr": _mean(s.sqnr for s in late),
+            **{name: _mean(getattr(s, name) for s in late) for name in means},
             "nonfinite": sum(s.nonfinite for s in late),
             "staleness": max(stale, key=abs) if stale else None,
             "amax": [[step, sample.amax] for step, sample in zip(self.steps, self.samples, strict=True)],
@@ -126,12 +117,10 @@ class Statistics:
         if track is None:
             number = quantizer.format_of(side)
             gemms = [g for (g, s), c in COPY_OF.items() if s == side and (c == copy or quantizer.shares_copies(side))]
-            track = Track(
-                slot=slot, side=side, copy=copy, gemms=gemms, format=number.name, scaling=quantizer.quant.scaling
-            )
-            self.tracks[key] = track
+            facts: dict[str, Any] = {"format": number.name, "scaling": quantizer.quant.scaling}
+            track = self.tracks[key] = Track(slot=slot, side=side, copy=copy, gemms=gemms, **facts)
         track.steps.append(self.now)
-        track.samples.append(look(high, operand, quantizer, slot=slot, gemm=gemm, side=side, elements=self.elements))
+        track.samples.append(look(high, operand, quantizer, gemm=gemm, side=side, elements=self.elements))
 
     def summary(self, *, warmup: int = 0) -> list[dict[str, Any]]:
         """`Track.summary` of every operand, in the order in which they were first seen."""
@@ -139,23 +128,16 @@ class Statistics:
 
 
 def look(
-    high: torch.Tensor,
-    operand: Operand,
-    quantizer: Quantizer,
-    *,
-    slot: str,
-    gemm: Gemm,
-    side: Side,
-    elements: int = ELEMENTS,
+    high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, gemm: Gemm, side: Side, elements: int = ELEMENTS
 ) -> Sample:
     """Statistics of one operand, from about `elements` of it in whole rows; the amax is that of the whole tensor.
 
     Column copies are sampled along their blocks, so a "row" is then a column of the tensor.
     """
-    column = COPY_OF[gemm, side] == "column" and not quantizer.one_copy
+    column = COPY_OF[gemm, side] == "column" and not quantizer.quant.row.per_tensor
     lines, length = (high.shape[1], high.shape[0]) if column else (high.shape[0], high.shape[1])
     # square blocks span lines, so the whole weight is sampled
-    whole = side == "w" and quantizer.shares_copies("w") and not quantizer.one_copy
+    whole = side == "w" and quantizer.shares_copies("w") and not quantizer.quant.row.per_tensor
     picked = torch.arange(lines) if whole else spread(lines, max(MINIMUM, elements // max(length, 1)), high.device)
     x, multiplier = quantizer.explain(high[:, picked] if column else high[picked], operand, gemm=gemm, side=side)
     q = (operand.values[:, picked] if column else operand.values[picked]).float()
@@ -181,7 +163,7 @@ def look(
         amax=float(amax),
         scale=float(multiplier.median()),
         nonfinite=nonfinite,
-        staleness=_staleness(quantizer, slot, side, number, float(amax), multiplier),
+        staleness=_staleness(quantizer, number, float(amax), multiplier),
         ranges=_ranges(scaled.amax(1)),
     )
 
@@ -216,9 +198,7 @@ def _ranges(amaxes: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.bincount((powers.clamp(low, high) - low).long(), minlength=high - low + 1).tolist())
 
 
-def _staleness(
-    quantizer: Quantizer, slot: str, side: Side, number: NumberFormat, amax: float, multiplier: torch.Tensor
-) -> float | None:
+def _staleness(quantizer: Quantizer, number: NumberFormat, amax: float, multiplier: torch.Tensor) -> float | None:
     if not quantizer.quant.row.history or not (amax > 0 and math.isfinite(amax)):
         return None
     wanted = number.largest * 2.0**-quantizer.quant.margin / amax

@@ -55,7 +55,7 @@ def stored(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
     amax = _peaks(view)
     amax = square_peaks(amax, block.along) if block.across > 1 else amax
     multiplier, factor = quantizer._factors(amax, "w", weight.dtype)
-    wide = spread((multiplier, multiplier), block.along)[0] if block.across > 1 else multiplier
+    wide = spread(multiplier, block.along) if block.across > 1 else multiplier
     codes = _in_pieces(view, wide, number, amax * multiplier).view(padded.shape)
     if block.across > 1:
         scales = factor.repeat_interleave(block.across, 0)[: shape[0]]
@@ -101,9 +101,8 @@ def _nvfp4(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
         multiplier, scale, amax = quantizer._square_factors(view, _peaks(view), "w", None)
     else:
         multiplier, scale, amax = quantizer._nvfp4_factors(weight, view, "w", "row")
-    if (
-        across
-    ):  # the view is of the transpose, [column blocks, along, rows], and two codes to a byte are neighbours in a row
+    if across:
+        # the view is of the transpose, [column blocks, along, rows], and two codes to a byte are neighbours in a row
         view, multiplier = (one.expand(view.shape).reshape(source.shape).t().contiguous() for one in (view, multiplier))
     codes = _in_pieces(view, multiplier, None).view(len(weight), -1)
     along, rows = quantizer.block("w").along, weight.shape[0]

@@ -122,7 +122,7 @@ def _adam(function: Callable[..., None]) -> Callable[..., None]:
         weight_decay: float,
         *more: Any,
     ) -> None:
-        rule = Scalars.of(
+        rule = Scalars(
             lr=float(lr),
             betas=(beta1, beta2),
             eps=eps,

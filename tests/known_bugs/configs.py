@@ -54,5 +54,5 @@ def planned(*arguments: str) -> str:
 
 
 PLAYS: dict[str, Callable[[], str]] = {rule: partial(checked, rule) for rule in RULES} | {
-    "override": partial(planned, "--recipe", "bf16_mixed", "ddp.grad_reduce_in_fp32=false"),
+    "override": partial(planned, "--recipe", "bf16_mixed", "ddp.grad_reduce_in_fp32=false")
 }

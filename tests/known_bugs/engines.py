@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
@@ -15,16 +16,13 @@ from mpbridge.backend.engines.parallel import start_process_group, stop_process_
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.observe.audit import AuditHook
 from tests.backend.engines import tiny, two_ranks
+from tests.observe.audit.catalogue import MOE
 from tests.observe.audit.compute_faults import edge_quantized
-from tests.observe.audit.faults import gpt, linear, model_never_refreshed
+from tests.observe.audit.faults import after, around, gpt, linear, model_never_refreshed
 
 Plant = Callable[[Any], None]
 SHARDED = {"ddp": {"use_distributed_optimizer": True}}
-EXPERTS = {
-    "model": {
-        "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
-    }
-}  # fmt: skip
+EXPERTS = {"model": MOE | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}}
 STEPS = 3
 
 
@@ -37,23 +35,19 @@ def trained(plant: Plant, changes: dict[str, Any], *, audited: bool = False) -> 
     mine = start_process_group(False)
     with device_layer(False):
         engine = build_engine(tiny.run(**({"kind": "bf16"} | changes)))
-    hook, training = AuditHook(mode="warn", every=1), SimpleNamespace(engine=engine)
-    batches, losses = tiny.batches(), []
+    hook: Any = AuditHook(mode="warn", every=1) if audited else Mock(history=[])
+    training, batches, losses = SimpleNamespace(engine=engine), tiny.batches(), []
     plant(engine)
     try:
-        if audited:
-            hook.built(training)
-            hook.started(training)
+        hook.built(training)
+        hook.started(training)
         for _ in range(STEPS):
-            if audited:
-                hook.stepping(training)
+            hook.stepping(training)
             losses.append((result := engine.train_step(batches, microbatches=2)).loss)
-            if audited:
-                hook.stepped(training, result)
-                hook.evaluating(training)
+            hook.stepped(training, result)
+            hook.evaluating(training)
             losses.append(engine.evaluate(tiny.batches(seed=1), microbatches=1))
-            if audited:
-                hook.evaluated(training, losses[-1])
+            hook.evaluated(training, losses[-1])
     finally:
         hook.closed()
         engine.close()
@@ -83,16 +77,8 @@ def bias_in_bf16(engine: Any) -> None:
         if getattr(module, "expert_bias", None) is not None:
             module._maintain_float32_expert_bias = lambda: None
             module.expert_bias = module.expert_bias.bfloat16()
-            assert torch.equal(
-                module.expert_bias + 1 + 1e-3, torch.ones_like(module.expert_bias)
-            )  # a small update is lost
-
-
-def router_in_bf16(engine: Any) -> None:
-    """The gate's scores are computed from BF16 logits although the run asks for FP32 (the FP32 path is skipped)."""
-    for module in gpt(engine).modules():
-        if hasattr(module, "expert_bias"):
-            module.config = SimpleNamespace(**{**vars(module.config), "moe_router_dtype": None})
+            one = torch.ones_like(module.expert_bias)
+            assert torch.equal(module.expert_bias + one + 1e-3, one)  # a small update is lost
 
 
 def one_micro_batch_counts(engine: Any) -> None:
@@ -101,55 +87,42 @@ def one_micro_batch_counts(engine: Any) -> None:
 
 
 def gathered_weights_in_the_gradient_buffer(engine: Any) -> None:
-    ddp = engine.model[0]
-    real = ddp.zero_grad_buffer
-
-    def zero() -> None:
-        real()
-        for buffer in ddp.buffers:
+    def fill() -> None:
+        for buffer in engine.model[0].buffers:
             buffer.grad_data.copy_(buffer.param_data.float())
 
-    ddp.zero_grad_buffer = zero
+    after(engine.model[0], "zero_grad_buffer", fill)
 
 
 def evaluated_one_step_behind(engine: Any) -> None:
     kept: dict[str, torch.Tensor] = {}
-    real = engine.evaluate
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
+    def put(values: dict[str, torch.Tensor]) -> None:
+        for name, one in engine.named_parameters():
+            one.data.copy_(values[name])
+
+    def enters() -> Callable[[], None]:
         now = {name: one.detach().clone() for name, one in engine.named_parameters()}
-        for name, one in engine.named_parameters():
-            one.data.copy_(kept.get(name, now[name]))
-        loss = real(*args, **kwargs)
-        for name, one in engine.named_parameters():
-            one.data.copy_(now[name])
+        put(now | kept)
         kept.update(now)
-        return loss
+        return lambda: put(now)
 
-    engine.evaluate = evaluate
+    around(engine, "evaluate", enters)
 
 
 def stale_after_evaluation(engine: Any) -> None:
-    real = engine.evaluate
-
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        loss = real(*args, **kwargs)
-        linear(engine).weight.data.mul_(0.9)
-        return loss
-
-    engine.evaluate = evaluate
+    after(engine, "evaluate", lambda: linear(engine).weight.data.mul_(0.9))
 
 
 def loaded_without_main_weights(engine: Any) -> None:
-    real, number = engine.train_step, itertools.count(1)
+    number = itertools.count(1)
 
-    def train_step(*args: Any, **kwargs: Any) -> Any:
+    def enters() -> None:
         if next(number) == STEPS:
             for _, one in engine.named_parameters():
                 one.data.mul_(0.5)
-        return real(*args, **kwargs)
 
-    engine.train_step = train_step
+    around(engine, "train_step", enters)
 
 
 def main_weights_from_quantized(engine: Any) -> None:

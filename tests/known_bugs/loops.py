@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
@@ -29,30 +29,30 @@ def stepped(model: Any, optimizer: Any, seen: Any, backward: Callable[[], None])
     return seen
 
 
-@contextmanager
-def casts_without_a_graph() -> Iterator[None]:
+def witnessed(model: Any, backward: Callable[[Any], Any], policy: str | None = None) -> str:
+    """What a witness says of one step. backward: what comes before the update, given the optimizer."""
+    optimizer = adam(model)
+    return said(stepped(model, optimizer, mpbridge.witness(model, optimizer, policy), lambda: backward(optimizer)))
+
+
+_linear = functional.linear
+
+
+def cast_without_a_graph(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What autocast's cache hands out after a forward pass under no_grad, in torch before its fix."""
-    real = functional.linear
-    functional.linear = lambda x, weight, bias=None: real(
-        x, weight.detach().to(BF16), None if bias is None else bias.detach().to(BF16)
-    )
-    try:
-        yield
-    finally:
-        functional.linear = real
+    return _linear(x, weight.detach().to(BF16), None if bias is None else bias.detach().to(BF16))
 
 
 def cache_after_no_grad() -> str:
     model = Tiny()
-    optimizer = adam(model)
 
-    def backward() -> None:
-        with torch.autocast("cpu", dtype=BF16), casts_without_a_graph():
+    def backward(optimizer: Any) -> None:
+        with torch.autocast("cpu", dtype=BF16), patch.object(functional, "linear", cast_without_a_graph):
             loss = functional.cross_entropy(model(tokens(1)).view(-1, 64), tokens(1).view(-1))
         loss.backward()
         assert model.layers[0].weight.grad is None
 
-    return said(stepped(model, optimizer, mpbridge.witness(model, optimizer), backward))
+    return witnessed(model, backward)
 
 
 def sixteen_bits_under_adam() -> str:
@@ -105,14 +105,13 @@ def run(model: Any, batch: int = 1) -> None:
 def divided_by_a_scale() -> str:
     """Gradients divided by a loss scale that the loss was never multiplied by; Adam hides it but for its eps, clipping never acts."""
     model = Tiny()
-    optimizer = adam(model)
 
-    def backward() -> None:
+    def backward(optimizer: Any) -> None:
         run(model)
         torch._foreach_div_([one.grad for one in model.parameters()], 65536.0)
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) < 1e-3
 
-    return said(stepped(model, optimizer, mpbridge.witness(model, optimizer), backward))
+    return witnessed(model, backward)
 
 
 def cast_to_evaluate() -> str:
@@ -168,16 +167,14 @@ def rounded_frequencies() -> str:
     exact = model.rotary_emb(torch.tensor([4095]))
     model.rotary_emb.to(BF16)  # what model.to(torch.bfloat16) does to the buffer
     assert float((model.rotary_emb(torch.tensor([4095])) - exact).abs().max()) > 0.5
-    optimizer = adam(model)
-    return said(stepped(model, optimizer, mpbridge.witness(model, optimizer), lambda: run(model)))
+    return witnessed(model, lambda optimizer: run(model))
 
 
 def only_the_last_micro_batch() -> str:
     """zero_grad, or a buffer that is written instead of added to, between the micro-batches of one step."""
     model = Tiny()
-    optimizer = adam(model)
 
-    def backward() -> None:
+    def backward(optimizer: Any) -> None:
         for number in range(3):
             optimizer.zero_grad()
             (loss_of(model, tokens(number), autocast=False) / 3).backward()
@@ -186,56 +183,45 @@ def only_the_last_micro_batch() -> str:
         (loss_of(model, tokens(2), autocast=False) / 3).backward()
         assert torch.equal(mine, model.head.weight.grad)
 
-    return said(stepped(model, optimizer, mpbridge.witness(model, optimizer), backward))
+    return witnessed(model, backward)
 
 
 def unequal_micro_batches() -> str:
     """The mean of micro-batches' means is not the mean over tokens."""
     model = Tiny()
-    optimizer = adam(model)
     parts = tokens(1)[:, :2].contiguous(), tokens(2)
     counts = [part.numel() for part in parts]
 
     def gradient(weights: list[float]) -> torch.Tensor:
-        optimizer.zero_grad()
+        model.zero_grad()
         for part, weight in zip(parts, weights, strict=True):
             (loss_of(model, part, autocast=False) * weight).backward()
         return model.head.weight.grad.clone()
 
     by_tokens = gradient([count / sum(counts) for count in counts])
     assert float((gradient([0.5, 0.5]) - by_tokens).norm() / by_tokens.norm()) > 0.1
-    optimizer.zero_grad()
-    return said(
-        stepped(model, optimizer, mpbridge.witness(model, optimizer), lambda: [(loss_of(model, part, autocast=False) / 2).backward() for part in parts])
-    )  # fmt: skip
+    model.zero_grad()
+    return witnessed(model, lambda optimizer: [(loss_of(model, part, autocast=False) / 2).backward() for part in parts])
 
 
 def norm_in_bf16() -> str:
     """torch's norm of BF16 gradients is rounded to BF16, and so is the clipping factor."""
     model = Tiny().to(BF16)
-    optimizer = adam(model)
 
-    def backward() -> None:
+    def backward(optimizer: Any) -> None:
         run(model)
         exact = float(torch.stack([one.grad.float().norm() for one in model.parameters()]).norm())
         found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         assert found.dtype is BF16
         assert float(found) != exact
 
-    return said(stepped(model, optimizer, mpbridge.witness(model, optimizer, "full_bf16"), backward))
+    return witnessed(model, backward, "full_bf16")
 
 
 PLAYS: dict[str, Callable[[], str]] = {
     made.__name__: cache(made)
     for made in (
-        cache_after_no_grad,
-        sixteen_bits_under_adam,
-        moments_after_a_resume,
-        divided_by_a_scale,
-        cast_to_evaluate,
-        rounded_frequencies,
-        only_the_last_micro_batch,
-        unequal_micro_batches,
-        norm_in_bf16,
+        cache_after_no_grad, sixteen_bits_under_adam, moments_after_a_resume, divided_by_a_scale, cast_to_evaluate, rounded_frequencies,
+        only_the_last_micro_batch, unequal_micro_batches, norm_in_bf16,
     )
-}
+}  # fmt: skip

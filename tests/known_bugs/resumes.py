@@ -9,6 +9,7 @@ from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from mpbridge import ConfigContainer, pretrain
 from mpbridge.backend.engines.mcore import McoreEngine
@@ -34,15 +35,9 @@ def trained(recipe: str, steps: int, wrap: tuple[Any, str, Wrap] | None = None, 
         train={"micro_batch_size": 2, "global_batch_size": 2, "train_iters": steps, "eval_iters": 0},
         checkpoint=checkpoint,
     )
-    real = None if wrap is None else getattr(wrap[0], wrap[1])
-    if wrap is not None:
-        setattr(wrap[0], wrap[1], wrap[2](real))
-    try:
-        with redirect_stdout(StringIO()):
-            return float(pretrain(config.resolved()).last_loss)
-    finally:
-        if wrap is not None:
-            setattr(wrap[0], wrap[1], real)
+    owner, method, change = wrap or (McoreEngine, "load_state", lambda real: real)
+    with patch.object(owner, method, change(getattr(owner, method))), redirect_stdout(StringIO()):
+        return float(pretrain(config.resolved()).last_loss)
 
 
 @cache
@@ -79,12 +74,8 @@ def moments_left_behind(real: Any) -> Any:
 
 def play(recipe: str, owner: Any, method: str, wrap: Wrap) -> str:
     folder, healthy = saved(recipe)
-    look = io.different
-    io.different = lambda given, engine: []  # type: ignore[assignment]
-    try:
+    with patch.object(io, "different", lambda given, engine: []):
         assert trained(recipe, 4, (owner, method, wrap), load=folder) != healthy
-    finally:
-        io.different = look
     try:
         trained(recipe, 4, (owner, method, wrap), load=folder)
     except CheckpointError as error:

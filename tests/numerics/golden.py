@@ -38,17 +38,8 @@ def inputs() -> dict[str, torch.Tensor]:
     zeros = normal.clone()
     zeros[32:160, 128:256] = 0
     wide = drawn(128, 256) * torch.exp2(drawn(-5, 6).float()) * (drawn(0, 2) * 2 - 1)
-    return {
-        name: x.bfloat16()
-        for name, x in {
-            "normal": normal,
-            "outliers": outliers,
-            "row_scaled": rows,
-            "zero_blocks": zeros,
-            "wide": wide,
-            "tiny": normal * 2.0**-100,
-        }.items()
-    }
+    kinds = {"normal": normal, "outliers": outliers, "row_scaled": rows, "zero_blocks": zeros, "wide": wide, "tiny": normal * 2.0**-100}  # fmt: skip
+    return {name: x.bfloat16() for name, x in kinds.items()}
 
 
 def digest(values: torch.Tensor) -> str:
@@ -106,9 +97,8 @@ def references(checkout: Path) -> dict[str, dict[str, Any]]:
     for name in ("utils", "quantization"):
         _load(f"{base}.{name}", pytorch / "custom_recipes" / f"{name}.py")
     nvfp4 = _load(f"{base}.quantization_nvfp4", pytorch / "custom_recipes" / "quantization_nvfp4.py")
-    current = _load(
-        f"{base}.quantization_current_scaling", pytorch / "custom_recipes" / "quantization_current_scaling.py"
-    )
+    file = pytorch / "custom_recipes" / "quantization_current_scaling.py"
+    current = _load(f"{base}.quantization_current_scaling", file)
     _load("references.quantize_scale_calc", tests / "quantize_scale_calc.py")
     blockwise = _load("references.blockwise_quantizer_reference", tests / "blockwise_quantizer_reference.py")
     found: dict[str, dict[str, Any]] = {}
@@ -128,10 +118,8 @@ def _nvfp4(reference: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
     out = {}
     for name, tile, rotated in (("nvfp4_activation", (1, 16), True), ("nvfp4_weight", (16, 16), False)):
-        quantizer = reference.NVFP4QuantizerRef(
-            dtype=formats.E2M1, quant_tile_shape=tile, pow_2_scales=False, with_rht=rotated
-        )
-        made = quantizer.quantize(x)
+        how = {"dtype": formats.E2M1, "quant_tile_shape": tile, "pow_2_scales": False, "with_rht": rotated}
+        made = reference.NVFP4QuantizerRef(**how).quantize(x)
         out[f"{name}_row"] = values(made.data, made.scale, tile[0])
         out[f"{name}_column"] = values(made.data_t, made.scale_t, tile[0]).t()
     return out
@@ -150,9 +138,8 @@ def _blockwise(reference: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
         for kind, tile in (("activation", (1, 128)), ("weight", (128, 128))):
             quantizer = reference.BlockwiseQuantizerReference()
-            made = quantizer.quantize(
-                x, quant_dtype=dtype, return_transpose=True, eps=0.0, pow_2_scales=True, quant_tile_shape=tile
-            )
+            how = {"return_transpose": True, "eps": 0.0, "pow_2_scales": True, "quant_tile_shape": tile}
+            made = quantizer.quantize(x, quant_dtype=dtype, **how)
             row = quantizer.ref_dequantize_rowwise(made.data, tile, made.scale, torch.float32)
             column = quantizer.ref_dequantize_rowwise(made.data_t, tile, made.scale_t, torch.float32)
             out |= {f"blockwise_{kind}_{name}_row": row, f"blockwise_{kind}_{name}_column": column.t()}
@@ -163,10 +150,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="checkout", type=Path, required=True)
     made = references(parser.parse_args().checkout)
-    GOLDEN.write_text(
-        json.dumps(
-            {"made_by": "python tests/numerics/golden.py --from CHECKOUT", "release": "2.11", "values": made}, indent=1
-        )
-        + "\n"
-    )
+    kept = {"made_by": "python tests/numerics/golden.py --from CHECKOUT", "release": "2.11", "values": made}
+    GOLDEN.write_text(json.dumps(kept, indent=1) + "\n")
     print(f"{GOLDEN.name}: {sum(map(len, made.values()))} entries")

@@ -18,17 +18,7 @@ from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
 from mpbridge.numerics.certificates import figures
 from mpbridge.numerics.certificates.certificate import certificate
 from mpbridge.numerics.certificates.expected import Operands, ms_eden, stochastic_e2m1
-from mpbridge.numerics.certificates.figures import (
-    KINDS,
-    Linear,
-    bits,
-    bounds,
-    concentration,
-    gain,
-    gemm_figures,
-    operand_figures,
-    product,
-)
+from mpbridge.numerics.certificates.figures import KINDS, Linear, bits, bounds, operand_figures, product
 from mpbridge.numerics.codes import round_stochastic
 from mpbridge.numerics.optimizers import newton_schulz
 from mpbridge.planning.certificates import VARIANTS, Training
@@ -48,9 +38,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_stochastic_rounding_has_the_moments_of_its_256_outcomes() -> None:
     scaled = torch.cat([torch.linspace(-6.5, 6.5, 2081), torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])])
-    outcomes = torch.stack(
-        [round_stochastic(scaled, torch.full(scaled.shape, k, dtype=torch.uint8)) for k in range(256)]
-    ).double()
+    bytes_ = (torch.full(scaled.shape, k, dtype=torch.uint8) for k in range(256))
+    outcomes = torch.stack([round_stochastic(scaled, random) for random in bytes_]).double()
     mean, variance, zero = stochastic_e2m1(scaled.double())
     torch.testing.assert_close(mean, outcomes.mean(0), atol=1e-12, rtol=0)
     torch.testing.assert_close(variance, outcomes.var(0, unbiased=False), atol=1e-12, rtol=0)
@@ -105,12 +94,12 @@ def test_nvfp4_gradients_are_short_by_what_the_closed_form_says(kind: str, chanc
     made, x = Operands(NVFP4), KINDS[kind]((768, 256), torch.Generator().manual_seed(0)).bfloat16()
     for gemm in ("dgrad", "wgrad"):
         found = made.expected(x, gemm=gemm, side="dy")  # type: ignore[arg-type]
-        figures = operand_figures(found)
+        seen = operand_figures(found)
         alignment, floor = shortfall((found.source if gemm == "dgrad" else found.source.T).reshape(-1, 16))
         # eight random bits add at most 1/256 of a step, on average 1/512, to the loss by clipping
-        assert -0.001 - chance < figures["alignment"] - alignment < chance
-        assert figures["floor bits"] == pytest.approx(floor, abs=0.1 + 100 * chance)
-        assert figures["largest loss"] <= bounds(made, "dy", torch.bfloat16)["largest loss"][0]
+        assert -0.001 - chance < seen["alignment"] - alignment < chance
+        assert seen["floor bits"] == pytest.approx(floor, abs=0.1 + 100 * chance)
+        assert seen["largest loss"] <= bounds(made, "dy", torch.bfloat16)["largest loss"][0]
 
 
 @pytest.mark.parametrize(
@@ -128,14 +117,13 @@ def test_rounding_the_scale_up_removes_the_clipping(
     assert (found["clipped"] == 0) is (variant is not None)
     # only gradients are changed
     x = normal(128, 128)
-    assert torch.equal(
-        made.expected(x, gemm="fprop", side="x").mean, Operands(NVFP4).expected(x, gemm="fprop", side="x").mean
-    )
+    changed, plain = (one.expected(x, gemm="fprop", side="x").mean for one in (made, Operands(NVFP4)))
+    assert torch.equal(changed, plain)
 
 
 def test_outliers_pass_less_of_a_small_signal_unless_the_scale_is_rounded_up() -> None:
     x = KINDS["sparse"]((1024, 512), torch.Generator().manual_seed(0)).bfloat16()
-    plain, up = (gain(Operands(NVFP4, variant=v), x, "wgrad", 1) for v in (None, VARIANTS["scale-up"]))
+    plain, up = (figures.gain(Operands(NVFP4, variant=v), x, "wgrad", 1) for v in (None, VARIANTS["scale-up"]))
     assert plain < -0.01 < up
 
 
@@ -147,13 +135,8 @@ def both(generator: torch.Generator, blocks: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("scaling", "format_", "side", "element"),
-    [
-        ("mxfp8", "e4m3", "x", E4M3),
-        ("mxfp8", "hybrid", "x", E4M3),
-        ("mxfp8", "hybrid", "dy", E5M2),
-        ("blockwise", "e4m3", "x", E4M3),
-    ],
-)
+    [("mxfp8", "e4m3", "x", E4M3), ("mxfp8", "hybrid", "x", E4M3), ("mxfp8", "hybrid", "dy", E5M2), ("blockwise", "e4m3", "x", E4M3)],
+)  # fmt: skip
 def test_powers_of_two_move_exactly_where_the_condition_holds(
     scaling: str, format_: str, side: Any, element: NumberFormat
 ) -> None:
@@ -199,14 +182,10 @@ def test_a_gemms_errors_are_those_of_draws() -> None:
         # the transform is orthogonal: up to its rounding to BF16 the product stays
         rotated = product(gemm, pair[0].source, pair[1].source)  # type: ignore[arg-type]
         assert float((rotated - wanted).norm() / wanted.norm()) < 2**-7
-        found = gemm_figures(gemm, *pair, (dy.double(), other.double()))  # type: ignore[arg-type]
-        drawn = torch.stack(
-            [
-                product(gemm, one.dequantized().double(), pair[1].mean)  # type: ignore[arg-type]
-                for one in (made.quantizer.operand(dy, slot="linear", gemm=gemm, side="dy") for _ in range(64))  # type: ignore[union-attr, arg-type]
-            ]
-        )
-        law = dict(concentration(found["one step bits"], found["plateau bits"], (1, 16)))
+        found = figures.gemm_figures(gemm, *pair, (dy.double(), other.double()))  # type: ignore[arg-type]
+        draws = (made.quantizer.operand(dy, slot="linear", gemm=gemm, side="dy") for _ in range(64))  # type: ignore[union-attr, arg-type]
+        drawn = torch.stack([product(gemm, one.dequantized().double(), pair[1].mean) for one in draws])  # type: ignore[arg-type]
+        law = dict(figures.concentration(found["one step bits"], found["plateau bits"], (1, 16)))
         for count, predicted in law.items():
             error = (drawn.view(-1, count, *wanted.shape).mean(1) - wanted).square().sum((1, 2)).mean()
             assert bits(float(error / wanted.square().sum())) == pytest.approx(predicted, abs=0.02)
@@ -303,16 +282,9 @@ def test_a_run_with_muon_is_told_what_its_iteration_loses() -> None:
 
 
 def test_recommend_orders_recipes_as_their_gradients_erred_in_training(capsys: pytest.CaptureFixture[str]) -> None:
-    measured = json.loads(
-        (Path(__file__).parents[2] / "scripts/evidence/data/certificate_correlation.json").read_text()
-    )
-    runs = measured["trained"].values()
-    arms = {
-        "fp16_mixed": "fp16",
-        "bf16_mixed": "bf16",
-        "bf16_with_fp8_subchannel_scaling_mixed": "blockwise hybrid",
-        "bf16_with_nvfp4_mixed": "nvfp4",
-    }
+    file = Path(__file__).parents[2] / "scripts/evidence/data/certificate_correlation.json"
+    runs = json.loads(file.read_text())["trained"].values()
+    arms = {"fp16_mixed": "fp16", "bf16_mixed": "bf16", "bf16_with_fp8_subchannel_scaling_mixed": "blockwise hybrid", "bf16_with_nvfp4_mixed": "nvfp4"}  # fmt: skip
     error = {name: sum(run[arm]["gradient"] for run in runs) / len(runs) for name, arm in arms.items()}
     main(["recommend", "--by", "error", "--target", "b200", "--config", "gpt_tiny", "model.num_layers=16", "--json"])
     found = [one for one in json.loads(capsys.readouterr().out)["recipes"] if one["legal"]]
@@ -346,10 +318,8 @@ def test_a_certificate_of_ones_own_tensors_beside_a_variant(
 def test_each_number_says_how_it_is_known() -> None:
     policy = resolve(get_mixed_precision_config("bf16_with_nvfp4_mixed")).settled()
     own = {"fc": Linear(x=normal(128, 128).float(), w=normal(128, 128, seed=1).float(), dy=normal(128, 128, seed=2).float())}  # fmt: skip
-    made = [
-        certificate("nvfp4", policy, TRAINING, kinds=("normal",), own=own, replicas=2, variant=variant)
-        for variant in (None, VARIANTS["ms-eden"])
-    ]
+    how: Any = {"kinds": ("normal",), "own": own, "replicas": 2}
+    made = [certificate("nvfp4", policy, TRAINING, variant=one, **how) for one in (None, VARIANTS["ms-eden"])]
     rows = {(i, r.tensor, r.where, r.quantity): r for i, one in enumerate(made) for r in one.rows}
     without = [r for r in rows.values() if r.derivation == "measured" and r.ci95 is None and math.isfinite(r.value)]
     assert not without
@@ -407,11 +377,7 @@ def test_a_file_of_weights_is_certified_with_inputs_and_gradients_that_differ(tm
     ],
 )
 def test_misuse_names_the_cure_before_anything_is_computed(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def computes(*_: object, **__: object) -> None:
         raise AssertionError("it computes first")
@@ -430,10 +396,6 @@ def test_misuse_names_the_cure_before_anything_is_computed(
 
 
 def test_every_variant_says_whether_transformer_engine_offers_it() -> None:
-    assert {name for name, one in VARIANTS.items() if not one.offered} == {
-        "scale-up",
-        "headroom",
-        "ms-eden",
-        "ms-eden-fixed",
-    }
+    own = {name for name, one in VARIANTS.items() if not one.offered}
+    assert own == {"scale-up", "headroom", "ms-eden", "ms-eden-fixed"}
     assert all(dataclasses.is_dataclass(one) and one.words for one in VARIANTS.values())

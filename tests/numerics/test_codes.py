@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -18,27 +17,18 @@ from mpbridge.numerics.codes import (
     round_stochastic,
 )
 from mpbridge.numerics.scales import magnitude, peaks_over
-
-ORACLE = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
+from tests.numerics.test_rounding import ORACLE
 
 
 def critical(number) -> torch.Tensor:
     """Every value, every midpoint, the floats beside both, and what lies beyond the format; both signs."""
-    grid = (
-        np.arange(256, dtype=np.uint8).view(ORACLE[number.name])
-        if number.name != "e2m1"
-        else np.arange(16, dtype=np.uint8).astype(np.uint8).view(np.uint8)
-    )
-    values = (
-        decode_e2m1(pack_e2m1(torch.arange(16, dtype=torch.uint8))).numpy()
-        if number.name == "e2m1"
-        else grid.astype(np.float32)
-    )
+    if number is E2M1:
+        values = decode_e2m1(pack_e2m1(torch.arange(16, dtype=torch.uint8))).numpy()
+    else:
+        values = np.arange(256, dtype=np.uint8).view(ORACLE[number.name]).astype(np.float32)
     values = np.unique(np.abs(values[np.isfinite(values)])).astype(np.float32)
     points = np.concatenate([values, (values[1:] + values[:-1]) / 2, [number.largest * 2, np.inf]]).astype(np.float32)
-    points = np.concatenate(
-        [points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(-np.inf))]
-    )
+    points = np.concatenate([points, *(np.nextafter(points, np.float32(end)) for end in (np.inf, -np.inf))])
     return torch.from_numpy(np.concatenate([points, -points]).astype(np.float32))
 
 

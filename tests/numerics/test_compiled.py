@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from mpbridge.numerics import emulate_linears, kernels
-from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.precision.policy import Quant
 from tests.numerics import golden
+from tests.numerics.conftest import operand, quant_of, quantizer_of
 from tests.numerics.test_linear import data, gradients, model, policy
-from tests.numerics.test_quantizer import operand
 
 pytestmark = pytest.mark.usefixtures("compiling")
 
@@ -48,13 +46,8 @@ ROWS = (("backward", "high_precision"), ("hadamard", False), ("row_scaled_activa
 def test_one_compiled_operand_is_the_eager_one(
     scaling: str, format: str, side: str, copy: str, options: tuple[tuple[str, Any], ...]
 ) -> None:
-    quant, cpu = Quant(format=format, scaling=scaling, options=options), torch.device("cpu")  # type: ignore[arg-type]
-    eager, compiled = (
-        Quantizer(
-            quant, ["fc"], randomness=Randomness(1, cpu), device=cpu, release=(2, 20), compiled=fast, environment={}
-        )
-        for fast in (False, True)
-    )
+    quant = quant_of(scaling, format, options=options)
+    eager, compiled = (quantizer_of(quant, release=(2, 20), compiled=fast) for fast in (False, True))
     for kind, x in golden.inputs().items():
         found, expected = (operand(one, x, side, copy) for one in (compiled, eager))
         assert torch.equal(found.values, expected.values), kind

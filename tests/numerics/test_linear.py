@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -12,33 +13,23 @@ import torch
 import torch.nn.functional as F
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.formats import DType
 from mpbridge.numerics import Emulation, emulate_linears, kernels
 from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
-from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region
+from mpbridge.precision.policy import Gemms, PrecisionPolicy, Region
+from tests.numerics.conftest import policy_of, quant_of, scale_of
 
 ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def policy(scaling: str, *, format: str = "e4m3", regions: tuple[Region, ...] = (), **fields: Any) -> PrecisionPolicy:
-    quant = Quant(format="e2m1" if scaling == "nvfp4" else format, scaling=scaling, **fields)  # type: ignore[arg-type]
-    bf16 = DType.BF16
-    return PrecisionPolicy(
-        compute=bf16,
-        params=bf16,
-        reduce=DType.FP32,
-        pipeline=bf16,
-        output=bf16,
-        regions=(*regions, Region(quant=quant)),
-    )
+    return policy_of(*regions, Region(quant=quant_of(scaling, format, **fields)))
 
 
 def model(dtype: torch.dtype = torch.bfloat16, width: int = 128) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
-    ).to(dtype)
+    first, second = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+    return torch.nn.Sequential(first, torch.nn.GELU(), second).to(dtype)
 
 
 def data(dtype: torch.dtype = torch.bfloat16, width: int = 128) -> torch.Tensor:
@@ -87,25 +78,21 @@ def test_nvfp4s_factor_is_computed_in_the_order_of_its_kernel() -> None:
 @pytest.mark.parametrize("scaling", ALL)
 def test_the_three_gemms_see_the_operands_that_the_table_names(scaling: str) -> None:
     net = model()
-    emulation = emulate_linears(
-        net, policy(scaling, format="hybrid") if scaling != "nvfp4" else policy(scaling), compiled=False
-    )
+    emulation = emulate_linears(net, policy(scaling, format="hybrid"), compiled=False)
     seen: dict[tuple[str, str, str], Operand] = {}
 
-    class Recorder:
-        def see(self, slot: str, gemm: Any, side: Any, high: torch.Tensor, operand: Operand, quantizer: Any) -> None:
-            seen[slot, gemm, side] = operand
+    def see(slot: str, gemm: Any, side: Any, high: torch.Tensor, operand: Operand, quantizer: Any) -> None:
+        seen[slot, gemm, side] = operand
 
-    emulation.observer = Recorder()
+    emulation.observer = SimpleNamespace(see=see)
     out, dx, *grads = gradients(net, data())
     emulation.observer = None
     w0 = grads[0]
 
     def find(gemm: str, side: str) -> Operand:
         # an operand that serves two GEMMs is seen once
-        return seen.get(("0", gemm, side)) or next(
-            op for (slot, g, s), op in seen.items() if slot == "0" and s == side and g != gemm
-        )
+        others = (op for (slot, g, s), op in seen.items() if slot == "0" and s == side and g != gemm)
+        return seen.get(("0", gemm, side)) or next(others)
 
     x, w, dy_row, dy_col = find("fprop", "x"), find("dgrad", "w"), find("dgrad", "dy"), find("wgrad", "dy")
     x_col = find("wgrad", "x")
@@ -132,16 +119,10 @@ def one_gemm_at_a_time(regions: tuple[Region, ...]) -> list[torch.Tensor]:
 
 def test_a_rule_for_each_gemm_is_that_of_linears_with_one_rule() -> None:
     rules = {"nvfp4": "e2m1", "mxfp8": "e4m3", "blockwise": "hybrid"}
-    quants: dict[str, Any] = {name: Quant(format=format, scaling=name) for name, format in rules.items()} | {
-        "bf16": None
-    }
+    quants: dict[str, Any] = {name: quant_of(name, format) for name, format in rules.items()} | {"bf16": None}
     whole = {name: one_gemm_at_a_time((Region(quant=quant),)) for name, quant in quants.items()}
-    for names in (
-        ("nvfp4", "mxfp8", "bf16"),
-        ("bf16", "blockwise", "nvfp4"),
-        ("mxfp8", "bf16", "mxfp8"),
-        ("bf16", "bf16", "blockwise"),
-    ):
+    mixed = "nvfp4 mxfp8 bf16", "bf16 blockwise nvfp4", "mxfp8 bf16 mxfp8", "bf16 bf16 blockwise"
+    for names in map(str.split, mixed):
         gemms = Gemms(**dict(zip(("fprop", "dgrad", "wgrad"), (quants[name] for name in names), strict=True)))
         found = one_gemm_at_a_time((Region(quant=gemms.distinct[0], gemms=gemms),))
         for i, name in enumerate(names):
@@ -156,20 +137,16 @@ def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_l
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
     # without bias: torchao adds it after the rounding, Transformer Engine and we before
-    plain = torch.nn.Sequential(
-        torch.nn.Linear(128, 256, bias=False), torch.nn.GELU(), torch.nn.Linear(256, 128, bias=False)
-    ).bfloat16()
+    first, second = torch.nn.Linear(128, 256, bias=False), torch.nn.Linear(256, 128, bias=False)
+    plain = torch.nn.Sequential(first, torch.nn.GELU(), second).bfloat16()
     with torch.no_grad():  # rows of every size: as they are made, a weight has the same codes in both of its copies
         for parameter in plain.parameters():
-            parameter *= torch.exp2(
-                -14 * torch.rand(len(parameter), 1, generator=torch.Generator().manual_seed(2))
-            ).bfloat16()
-    theirs = copy.deepcopy(plain)
+            sizes = torch.rand(len(parameter), 1, generator=torch.Generator().manual_seed(2))
+            parameter *= torch.exp2(-14 * sizes).bfloat16()
+    theirs, how = copy.deepcopy(plain), {"bias": False, "kernel_preference": KernelPreference.EMULATED}
     for i in (0, 2):
         old = theirs[i]
-        theirs[i] = MXFP8Linear(
-            old.in_features, old.out_features, bias=False, kernel_preference=KernelPreference.EMULATED
-        ).to(torch.bfloat16)
+        theirs[i] = MXFP8Linear(old.in_features, old.out_features, **how).to(torch.bfloat16)
         theirs[i].load_state_dict(old.state_dict())
     emulation = emulate_linears(plain, policy("mxfp8"), compiled=False)
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -250,19 +227,19 @@ def test_delayed_forward_scales_move_after_every_forward_with_gradients_and_neve
     emulation.step_begin()
     with torch.no_grad():
         net(data())
-    assert quantizer.scale_of("0", "x") == 1.0
+    assert scale_of(quantizer, "0", "x") == 1.0
     emulation.step_begin()
     net(data())
-    first = quantizer.scale_of("0", "x")
+    first = scale_of(quantizer, "0", "x")
     net(2 * data())
-    assert quantizer.scale_of("0", "x") == pytest.approx(first / 2)
-    assert quantizer.scale_of("0", "dy") == 1.0
+    assert scale_of(quantizer, "0", "x") == pytest.approx(first / 2)
+    assert scale_of(quantizer, "0", "dy") == 1.0
     gradients(net, data())
     # under the scale of the start the last layer's gradient rounds to zero, so the layer before sees nothing until the step after
-    assert quantizer.scale_of("2", "dy") != 1.0
-    assert quantizer.scale_of("0", "dy") == 1.0
+    assert scale_of(quantizer, "2", "dy") != 1.0
+    assert scale_of(quantizer, "0", "dy") == 1.0
     gradients(net, data())
-    assert quantizer.scale_of("0", "dy") != 1.0
+    assert scale_of(quantizer, "0", "dy") != 1.0
 
 
 # --- choice of layers, bad input ----------------------------------------------------------------------------------------------------------
@@ -297,8 +274,8 @@ def test_a_bare_list_of_layers_is_its_own_container() -> None:
     assert sorted(emulation.plugs) == ["1.0", "2.0"]
     quantizer = next(iter(emulation.quantizers.values()))
     layers[1](torch.ones(32, 32).bfloat16()).sum().backward()
-    assert quantizer.scale_of("1.0", "x") == 448.0
-    assert quantizer.scale_of("1.0", "dy") == 448.0
+    assert scale_of(quantizer, "1.0", "x") == 448.0
+    assert scale_of(quantizer, "1.0", "dy") == 448.0
 
 
 def test_a_region_that_names_nothing_is_an_error() -> None:
@@ -331,7 +308,7 @@ def test_empty_input_gives_empty_output_and_counts_nothing() -> None:
     x = torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True)
     net(x).sum().backward()
     assert not net[0].weight.grad.any()
-    assert next(iter(emulation.quantizers.values())).scale_of("0", "x") == 1.0
+    assert scale_of(next(iter(emulation.quantizers.values())), "0", "x") == 1.0
 
 
 def test_frozen_weights_and_inputs_without_gradients_need_no_operands() -> None:
@@ -352,7 +329,7 @@ def test_a_frozen_first_linear_does_not_keep_gradient_scales_from_moving() -> No
     emulation = emulate_linears(net, policy("delayed"), compiled=False)
     quantizer = next(iter(emulation.quantizers.values()))
     net(data(width=32)).float().sum().backward()
-    assert quantizer.scale_of("2", "dy") == 448.0
+    assert scale_of(quantizer, "2", "dy") == 448.0
 
 
 def test_notes_say_what_is_not_emulated() -> None:

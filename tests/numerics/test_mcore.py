@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,21 +17,16 @@ from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from tests.backend.engines import tiny
 from tests.numerics import worker
+from tests.numerics.worker import MOE
+from tests.observe.audit.faults import after
 
 # recipes for another engine have another library's linears (tests/backend/models/test_torchao_linears.py)
-QUANTIZED = [
-    name
-    for name, entry in recipes.items()
-    if resolve(get_mixed_precision_config(name)).quantized and entry.engine is None
-]
+OURS = [name for name, entry in recipes.items() if entry.engine is None]
+QUANTIZED = [name for name in OURS if resolve(get_mixed_precision_config(name)).quantized]
 SHORT = {
-    "delayed": "bf16_with_fp8_delayed_scaling_mixed",
-    "tensorwise": "bf16_with_fp8_current_scaling_mixed",
-    "mxfp8": "bf16_with_mxfp8_mixed",
+    "delayed": "bf16_with_fp8_delayed_scaling_mixed", "tensorwise": "bf16_with_fp8_current_scaling_mixed", "mxfp8": "bf16_with_mxfp8_mixed",
     "nvfp4": "bf16_with_nvfp4_mixed",
-}
-ALL_LAYERS = {"recipe": SHORT["tensorwise"], "first_last_layers_bf16": False}
-MOE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -46,13 +43,7 @@ def build(layer: None, world: None) -> Any:
 
 
 def test_every_linear_follows_the_rule_of_its_path(build: Any) -> None:
-    fields = {
-        "bf16": True,
-        "fp8": "hybrid",
-        "first_last_layers_bf16": True,
-        "num_layers_at_start_in_bf16": 1,
-        "num_layers_at_end_in_bf16": 0,
-    }
+    fields = {"bf16": True, "fp8": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}  # fmt: skip
     modules = {
         "mlp.experts.linear_fc1": {"layers": "last 1", "fprop": "nvfp4", "dgrad": "mxfp8", "wgrad": "bf16"},
         "decoder.layers.1.self_attention.*": "bf16",
@@ -101,37 +92,31 @@ SEVENTEEN_LAYERS = "nemotron_3_ultra_bf16_with_nvfp4_mixed"
 def test_every_recipe_trains_and_pausing_gives_the_unquantized_numbers(
     recipe: str, build: Any, unquantized: Any
 ) -> None:
-    deep = {"num_layers": layers_for(recipe)}
-    scale = (
-        {"mixed_precision": {"recipe": recipe, "loss_scale": 1024.0}}
-        if recipe.startswith("fp16")
-        else {"mixed_precision": recipe}
-    )
-    base = {"recipe": "fp16_mixed", "loss_scale": 1024.0} if recipe.startswith("fp16") else "bf16_mixed"
+    deep, half = {"num_layers": layers_for(recipe)}, recipe.startswith("fp16")
+    base, scaled = ({"recipe": name, "loss_scale": 1024.0} if half else name for name in ("fp16_mixed" if half else "bf16_mixed", recipe))  # fmt: skip
     if (key := json.dumps([base, deep])) not in unquantized:
         plain = build(base, model=deep, emulate=False)
         unquantized[key] = losses(plain)
         plain.close()
     expected = unquantized[key]
-    engine = build(scale["mixed_precision"], model=deep)
+    engine = build(scaled, model=deep)
     assert isinstance(engine, EmulatedEngine)
     assert engine.emulation.plugs
     with engine.emulation.paused():
         paused = losses(engine)
     engine.close()
     assert paused == expected
-    found = losses(build(scale["mixed_precision"], model=deep))
+    found = losses(build(scaled, model=deep))
     assert found != expected
     assert found == pytest.approx(expected, abs=0.05)
 
 
 def test_the_flag_changes_how_and_never_what() -> None:
     for recipe, entry in recipes.items():
-        settings = {"engine": entry.engine} if entry.engine else {}
-        on, off = (
-            tiny.run(recipe, emulate=flag, model={"num_layers": layers_for(recipe)}, **settings)
-            for flag in (True, False)
+        settings: Any = {"model": {"num_layers": layers_for(recipe)}} | (
+            {"engine": entry.engine} if entry.engine else {}
         )
+        on, off = (tiny.run(recipe, emulate=flag, **settings) for flag in (True, False))
         assert on.policy == off.policy
         assert on.policy.fingerprint() == off.policy.fingerprint()
         assert on.container.mixed_precision == off.container.mixed_precision
@@ -141,18 +126,14 @@ def test_the_flag_changes_how_and_never_what() -> None:
 
 def test_experts_are_quantized_one_by_one_and_an_empty_one_is_harmless(build: Any) -> None:
     engine = build({"recipe": SHORT["mxfp8"]}, model=MOE | {"moe_router_topk": 1, "moe_router_pre_softmax": True})
-    fed: dict[str, int] = {}
+    fed: set[str] = set()
     experts = [n for n in engine.emulation.plugs if "experts" in n]
     assert len(experts) == 16
     router = next(module for chunk in engine.model for name, module in chunk.named_modules() if name.endswith("router"))
     assert not hasattr(router, "plug")
     with torch.no_grad():
         router.weight.zero_()  # every token goes to the same expert: the others get none
-    engine.emulation.observer = type(
-        "Recorder",
-        (),
-        {"see": lambda self, slot, gemm, side, high, operand, quantizer: fed.__setitem__(slot, fed.get(slot, 0) + 1)},
-    )()
+    engine.emulation.observer = SimpleNamespace(see=lambda slot, *operand: fed.add(slot))
     found = losses(engine, 1)
     assert found[0] == pytest.approx(4.2, abs=0.5)
     assert 0 < len([name for name in experts if name in fed]) < 16
@@ -164,9 +145,8 @@ def test_recomputed_activations_see_the_operands_of_the_first_run(recipe: str, b
     expected = losses(plain, 3)
     scales = plain.emulation.state()
     plain.close()
-    again = build(
-        recipe, model={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    )
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    again = build(recipe, model=recomputed)
     assert losses(again, 3) == expected
     assert all(torch.equal(tensor, scales[name]) for name, tensor in again.emulation.state().items())
 
@@ -202,9 +182,8 @@ def test_delayed_updates_once_a_micro_batch(build: Any) -> None:
     engine = build(SHORT["delayed"])
     quantizer = next(iter(engine.emulation.quantizers.values()))
     moves: list[str] = []
-    forward, backward = quantizer.end_forward, quantizer.end_backward
-    quantizer.end_forward = lambda group: (moves.append("forward"), forward(group))[1]
-    quantizer.end_backward = lambda group: (moves.append("backward"), backward(group))[1]
+    for name in ("forward", "backward"):
+        after(quantizer, f"end_{name}", partial(moves.append, name))
     engine.train_step(tiny.batches(), microbatches=3)
     assert moves == ["forward", "backward"] * 3
     moves.clear()
@@ -214,13 +193,8 @@ def test_delayed_updates_once_a_micro_batch(build: Any) -> None:
 
 # --- two processes ------------------------------------------------------------------------------------------------------------------------
 CASES = [f"{layout}/{SHORT[kind]}" for layout in ("tp2", "dp2") for kind in ("delayed", "tensorwise", "mxfp8")]
-CASES += [
-    f"sp2/{SHORT['delayed']}",
-    f"sp2/{SHORT['mxfp8']}",
-    f"sp2/{SHORT['nvfp4']}",
-    f"pp2/{SHORT['delayed']}",
-    f"ep2/{SHORT['delayed']}",
-]
+CASES += [f"sp2/{SHORT[kind]}" for kind in ("delayed", "mxfp8", "nvfp4")]
+CASES += [f"{layout}/{SHORT['delayed']}" for layout in ("pp2", "ep2")]
 
 
 @pytest.fixture(scope="module")

@@ -91,11 +91,7 @@ def test_audit_and_simulation_record_the_same_messages() -> None:
             dist.all_to_all_single(meta.clone(), meta)
             dist.all_gather_coalesced([[torch.ones(8, device="meta")] for _ in range(4)], [meta])
             dist.reduce(meta, 0)
-        assert seen.wires == {
-            ("all_to_all", 4, "fp32", 32): 1,
-            ("all_gather", 4, "fp32", 32): 1,
-            ("reduce", 4, "fp32", 32): 1,
-        }
+        assert seen.wires == {(kind, 4, "fp32", 32): 1 for kind in ("all_to_all", "all_gather", "reduce")}
         real, watch = torch.ones(8), Watch()
         watch.start([torch.nn.Linear(1, 1)])
         try:

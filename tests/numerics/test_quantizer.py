@@ -13,27 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge.common.errors import CheckpointError, Refused
-from mpbridge.common.formats import E4M3
+from mpbridge.common.formats import E4M3, E5M2
 from mpbridge.numerics.codes import round_nearest
 from mpbridge.numerics.operands import COPY_OF
-from mpbridge.numerics.quantizer import Quantizer, Randomness
+from mpbridge.numerics.quantizer import Quantizer
 from mpbridge.numerics.stored import StoredWeight, stored
-from mpbridge.precision.policy import Quant
 from tests.numerics import golden
+from tests.numerics.conftest import operand, quant_of, quantizer_of, scale_of
 
 HERE = Path(__file__).resolve().parent
-CPU = torch.device("cpu")
 VALUES = json.loads((HERE / "golden_te_2_11.json").read_text())["values"]
 
 
 def quantizer(scaling: str, format: str = "e4m3", **fields: Any) -> Quantizer:
-    quant = Quant(format="e2m1" if scaling == "nvfp4" else format, scaling=scaling, **fields)  # type: ignore[arg-type]
-    return Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False)
-
-
-def operand(q: Quantizer, x: torch.Tensor, side: str = "x", copy: str = "row") -> Any:
-    gemm = next(gemm for (gemm, s), c in COPY_OF.items() if s == side and c == copy)
-    return q.operand(x, slot="fc", gemm=gemm, side=side)  # type: ignore[arg-type]
+    return quantizer_of(quant_of(scaling, format, **fields))
 
 
 # --- golden -------------------------------------------------------------------------------------------------------------------------------
@@ -43,12 +36,8 @@ def test_operands_equal_transformer_engines_reference(name: str) -> None:
     side = {"activation": "x", "weight": "w"}.get(rest[0], "x")
     copy = rest[-1] if rest[-1] in ("row", "column") else "row"
     q = quantizer(scaling, "hybrid" if "e5m2" in rest else "e4m3")
-    if "e5m2" in rest:
-        from mpbridge.common.formats import E5M2
-
-        q.forward_format = (
-            E5M2  # no recipe has E5M2 forward; the references were asked for it, so the rule is compared too
-        )
+    if "e5m2" in rest:  # no recipe has E5M2 forward; the references were asked for it, so the rule is compared too
+        q.forward_format = E5M2
     for kind, x in golden.inputs().items():
         found = golden.entry(operand(q, x, side, copy).values)
         assert found["sha"] == VALUES[name][kind]["sha"], f"{kind}: {found} but the reference gave {VALUES[name][kind]}"
@@ -60,9 +49,8 @@ ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 
 def tensor(seed: int, rows: int = 64, columns: int = 128) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(rows, columns, generator=generator) * torch.exp2(torch.randn(rows, 1, generator=generator) * 4)
-    ).bfloat16()
+    values, sizes = torch.randn(rows, columns, generator=generator), torch.randn(rows, 1, generator=generator)
+    return (values * torch.exp2(sizes * 4)).bfloat16()
 
 
 @pytest.mark.parametrize(("side", "copy"), sorted({(side, copy) for (_, side), copy in COPY_OF.items()}))
@@ -88,11 +76,7 @@ def test_quantising_twice_is_quantising_once(seed: int, scaling: str) -> None:
     assert torch.allclose(twice, once, rtol=2e-7 if scaling == "tensorwise" else 0, atol=0)
 
 
-@given(
-    seed=st.integers(0, 10**6),
-    power=st.integers(-20, 20),
-    scaling=st.sampled_from(["tensorwise", "blockwise", "mxfp8", "nvfp4"]),
-)
+@given(seed=st.integers(0, 10**6), power=st.integers(-20, 20), scaling=st.sampled_from(ALL[1:]))
 @settings(max_examples=40, deadline=None)
 def test_scaling_the_input_by_a_power_of_two_scales_the_operand(seed: int, power: int, scaling: str) -> None:
     x = tensor(seed).float()
@@ -122,17 +106,10 @@ def test_row_and_column_copies_come_from_the_high_precision_tensor(scaling: str)
 def test_hybrid_means_e5m2_gradients_for_every_fp8_scaling() -> None:
     x = tensor(4)
     for scaling in ("tensorwise", "blockwise", "mxfp8"):
-        gradient = operand(quantizer(scaling, "hybrid"), x, "dy")
-        assert torch.equal(gradient.values, operand(_e5m2(scaling), x, "dy").values)
-        assert not torch.equal(gradient.values, operand(quantizer(scaling, "e4m3"), x, "dy").values)
-
-
-def _e5m2(scaling: str) -> Quantizer:
-    from mpbridge.common.formats import E5M2
-
-    q = quantizer(scaling, "e4m3")
-    q.gradient_format = E5M2
-    return q
+        gradient, e5m2 = operand(quantizer(scaling, "hybrid"), x, "dy"), quantizer(scaling, "e4m3")
+        assert not torch.equal(gradient.values, operand(e5m2, x, "dy").values)
+        e5m2.gradient_format = E5M2
+        assert torch.equal(gradient.values, operand(e5m2, x, "dy").values)
 
 
 def test_partial_blocks_of_blockwise_are_padded_with_zeros() -> None:
@@ -195,8 +172,7 @@ def test_nvfp4_has_no_nan() -> None:
 
 # --- stochastic rounding ------------------------------------------------------------------------------------------------------------------
 def test_stochastic_gradients_are_unbiased_but_for_clipped_block_maxima() -> None:
-    """Measured bias of <q, x> / <x, x> over 200 draws: about -0.4 %, because an E4M3 block scale may round down and its maximum clips at
-    6."""
+    """Measured bias of <q, x> / <x, x> over 200 draws: about -0.4 %, because an E4M3 block scale may round down and its maximum clips at 6."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = quantizer("nvfp4")
     mean = sum(operand(q, x, "dy").dequantized() for _ in range(200)) / 200
@@ -206,9 +182,8 @@ def test_stochastic_gradients_are_unbiased_but_for_clipped_block_maxima() -> Non
     bias = float((mean * high).sum() / (high * high).sum() - 1)
     assert -0.008 < bias < -0.001
     inner = high.view(-1, 16).abs() < 0.8 * scale
-    inside = float(
-        (mean.view(-1, 16)[inner] * high.view(-1, 16)[inner]).sum() / (high.view(-1, 16)[inner] ** 2).sum() - 1
-    )
+    mean, high = mean.view(-1, 16)[inner], high.view(-1, 16)[inner]
+    inside = float((mean * high).sum() / (high * high).sum() - 1)
     # eight random bits round a probability down to a multiple of 1/256: at most 0.2 % low on average
     assert abs(inside) < 0.003
 
@@ -234,7 +209,7 @@ def feed(q: Quantizer, amaxes: list[float]) -> list[float]:
         x[0, 0] = amax
         operand(q, x)
         q.end_forward()
-        found.append(q.scale_of("fc", "x"))
+        found.append(scale_of(q, "fc", "x"))
     return found  # type: ignore[return-value]
 
 
@@ -246,9 +221,7 @@ def feed(q: Quantizer, amaxes: list[float]) -> list[float]:
         pytest.param("max", 2, [8, 4, 2, 1], [56, 56, 112, 224], id="max-of-two"),
         pytest.param("max", 1, [8, 4, 0, 2], [56, 112, 112, 224], id="history-of-one"),
         pytest.param("most_recent", 4, [8, 4, 0, 2], [56, 112, 112, 224], id="most-recent"),
-        pytest.param(
-            "most_recent", 1, [8, math.inf, math.nan, 4], [56, 56, 56, 112], id="infinity-and-nan-keep-the-scale"
-        ),
+        pytest.param("most_recent", 1, [8, math.inf, math.nan, 4], [56, 56, 56, 112], id="infinity-and-nan-keep-it"),
         # an infinite amax stays in the history and freezes the scale until it rolls out
         pytest.param("max", 2, [8, math.inf, 4, 4], [56, 56, 56, 112], id="infinity-freezes-max"),
     ],
@@ -275,16 +248,16 @@ def test_two_micro_batches_count_their_larger_amax() -> None:
     for amax in (2.0, 8.0, 4.0):
         operand(q, torch.full((8, 16), amax, dtype=torch.bfloat16))
     q.end_forward()
-    assert q.scale_of("fc", "x") == 56.0
+    assert scale_of(q, "fc", "x") == 56.0
 
 
 def test_gradient_scales_move_at_the_end_of_backward_only() -> None:
     q = quantizer("delayed", "hybrid")
     operand(q, torch.full((8, 16), 2.0, dtype=torch.bfloat16), "dy")
     q.end_forward()
-    assert q.scale_of("fc", "dy") == 1.0
+    assert scale_of(q, "fc", "dy") == 1.0
     q.end_backward()
-    assert q.scale_of("fc", "dy") == 57344.0 / 2
+    assert scale_of(q, "fc", "dy") == 57344.0 / 2
 
 
 def test_delayed_state_round_trips_and_misfits_are_named() -> None:
@@ -319,11 +292,7 @@ def read_back(made: StoredWeight) -> torch.Tensor:
     return codes * scales.repeat_interleave(-(-codes.shape[1] // scales.shape[1]), 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["nvfp4_weight_row", "blockwise_weight_e4m3_row", "tensorwise_e4m3"],
-    ids=["nvfp4", "blockwise", "tensorwise"],
-)
+@pytest.mark.parametrize("name", ["nvfp4_weight_row", "blockwise_weight_e4m3_row", "tensorwise_e4m3"])
 def test_stored_codes_stand_for_the_values_of_transformer_engines_reference(name: str) -> None:
     for kind, x in golden.inputs().items():
         values = read_back(stored(quantizer(name.partition("_")[0]), x))
@@ -370,10 +339,7 @@ def test_stored_mxfp8_is_torchaos() -> None:
 def test_stored_codes_stand_for_what_the_gemm_reads(scaling: str, options: dict[str, Any]) -> None:
     x = torch.randn(272, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
     x[5, 7] = 30
-    quant = Quant(
-        format="e2m1" if scaling == "nvfp4" else "e4m3", scaling=scaling, options=tuple(sorted(options.items()))
-    )
-    q = Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 20))
+    q = quantizer_of(quant_of(scaling, options=tuple(sorted(options.items()))), release=(2, 20))
     made, wanted = stored(q, x), operand(q, x, "w")
     found = read_back(made) if made.scales.shape[1] > 1 else made.codes.float()
     assert torch.equal(found + 0.0, wanted.values.float())
@@ -384,8 +350,8 @@ def test_stored_codes_stand_for_what_the_gemm_reads(scaling: str, options: dict[
 
 def test_square_weights_of_mxfp8_share_a_scale_over_32_lines() -> None:
     """By the definition: E8M0 of the amax of 32x32 elements over 448, rounded up, and E4M3's nearest codes; rows shrink by 2**-20, so lines would differ."""
-    quant = Quant(format="e4m3", scaling="mxfp8", options=(("square_weights", True),))
-    q = Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 20))
+    quant = quant_of("mxfp8", options=(("square_weights", True),))
+    q = quantizer_of(quant, release=(2, 20))
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(3)) * torch.exp2(-torch.arange(64) % 21.0)[:, None]
     x = x.bfloat16()
     scale = torch.exp2(torch.ceil(torch.log2(x.float().abs().view(2, 32, 3, 32).amax((1, 3)) / 448)))
@@ -394,4 +360,4 @@ def test_square_weights_of_mxfp8_share_a_scale_over_32_lines() -> None:
     assert torch.equal(operand(q, x, "w").values.float(), wanted)
     assert not torch.equal(operand(q, x, "x").values.float(), wanted)
     with pytest.raises(Refused, match=r"square_weights=true needs Transformer Engine 2\.20"):
-        Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 11))
+        quantizer_of(quant, release=(2, 11))

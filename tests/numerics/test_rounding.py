@@ -36,9 +36,8 @@ def oracle(y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
 @pytest.mark.parametrize("number", FORMATS)
 def test_every_code_is_its_own_rounding(number: NumberFormat) -> None:
     values = torch.tensor(grid(number))
-    assert (
-        len(values) == 2**number.bits - {"e4m3": 3, "e5m2": 9, "e2m1": 1}[number.name]
-    )  # NaNs, infinities and the second zero left out
+    # NaNs, infinities and the second zero are left out
+    assert len(values) == 2**number.bits - {"e4m3": 3, "e5m2": 9, "e2m1": 1}[number.name]
     assert torch.equal(round_nearest(values, number), values)
 
 
@@ -50,15 +49,10 @@ def test_midpoints_go_to_the_even_neighbour_and_floats_beside_them_to_the_nearer
     assert np.array_equal(middle.astype(np.float64), (below + above) / 2)  # exact in fp32
     # in the format's own order the even neighbour has an even distance, in steps, from zero
     even = np.where((np.arange(len(below)) - list(values).index(0.0)) % 2 == 0, below, above)
-    cases = [
-        (middle, even),
-        (np.nextafter(middle, np.float32(-np.inf)), below),
-        (np.nextafter(middle, np.float32(np.inf)), above),
-    ]
-    for inputs, expected in cases:
-        assert torch.equal(
-            round_nearest(torch.from_numpy(inputs), number), torch.from_numpy(expected.astype(np.float32))
-        )
+    lower, upper = (np.nextafter(middle, np.float32(end)) for end in (-np.inf, np.inf))
+    for inputs, expected in ((middle, even), (lower, below), (upper, above)):
+        found = round_nearest(torch.from_numpy(inputs), number)
+        assert torch.equal(found, torch.from_numpy(expected.astype(np.float32)))
 
 
 @pytest.mark.parametrize("number", FORMATS)

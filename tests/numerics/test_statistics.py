@@ -10,20 +10,16 @@ import torch
 
 from mpbridge.numerics import emulate_linears
 from mpbridge.numerics.operands import COPY_OF
-from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.statistics import BINS, Sample, Statistics, look
-from mpbridge.precision.policy import Quant
+from tests.numerics.conftest import quant_of, quantizer_of
 from tests.numerics.test_linear import data, gradients, model, policy
-
-CPU = torch.device("cpu")
 
 
 def sample(x: torch.Tensor, scaling: str, side: str = "x", copy: str = "row", **fields: Any) -> Sample:
-    quant = Quant(format="e2m1" if scaling == "nvfp4" else "e4m3", scaling=scaling, **fields)  # type: ignore[arg-type]
-    quantizer = Quantizer(quant, ["fc"], randomness=Randomness(0, CPU), device=CPU, compiled=False)
+    quantizer = quantizer_of(quant_of(scaling, **fields))
     gemm = next(gemm for (gemm, s), c in COPY_OF.items() if s == side and c == copy)
-    arguments: Any = {"slot": "fc", "gemm": gemm, "side": side}
-    return look(x, quantizer.operand(x, **arguments), quantizer, **arguments)
+    which: Any = {"gemm": gemm, "side": side}
+    return look(x, quantizer.operand(x, slot="fc", **which), quantizer, **which)
 
 
 def normal(rows: int = 128, columns: int = 256) -> torch.Tensor:

@@ -13,32 +13,18 @@ import torch
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.formats import DType
 from mpbridge.numerics import emulate_linears
-from mpbridge.numerics.operands import COPY_OF
-from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.numerics.rules import options_of, release_of
+from mpbridge.numerics.quantizer import Quantizer
+from mpbridge.numerics.scales import options_of, release_of
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 from tests.numerics import golden
+from tests.numerics.conftest import operand, policy_of, quant_of, quantizer_of
 
 HERE = Path(__file__).resolve().parent
-CPU = torch.device("cpu")
 VALUES = json.loads((HERE / "golden_te_main.json").read_text())["values"]
-MAIN = (2, 20)
 
 
-def quantizer(
-    scaling: str = "nvfp4",
-    format: str = "e2m1",
-    release: Any = MAIN,
-    environment: Any = None,
-    **options: Any,
-) -> Quantizer:
-    quant = Quant(format=format, scaling=scaling, options=tuple(sorted(options.items())))
-    return Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, release=release, compiled=False, environment=environment or {})  # fmt: skip
-
-
-def operand(q: Quantizer, x: torch.Tensor, side: str = "x", copy: str = "row") -> Any:
-    gemm = next(gemm for (gemm, s), c in COPY_OF.items() if s == side and c == copy)
-    return q.operand(x, slot="fc", gemm=gemm, side=side)  # type: ignore[arg-type]
+def quantizer(scaling: str = "nvfp4", release: Any = (2, 20), **options: Any) -> Quantizer:
+    return quantizer_of(quant_of(scaling, options=tuple(sorted(options.items()))), release=release)
 
 
 def variant(name: str) -> dict[str, Any]:
@@ -77,10 +63,8 @@ def test_four_over_six_takes_the_smaller_error_by_hand() -> None:
     x = torch.zeros(16, 32, dtype=torch.bfloat16)
     x[0, 0] = 6.0
     x[1, :16] = torch.tensor([4.0, 3.0, 2.0, 1.0] * 4)
-    plain, four = (
-        operand(quantizer(hadamard=False, **more), x)
-        for more in ({}, {"four_over_six": "all", "four_over_six_256": "none"})
-    )
+    both = {}, {"four_over_six": "all", "four_over_six_256": "none"}
+    plain, four = (operand(quantizer(hadamard=False, **more), x) for more in both)
     # up to the second-level factor's own rounding
     assert torch.allclose(four.dequantized()[:2, :16], x[:2, :16].float(), rtol=1e-6)
     assert not torch.allclose(plain.dequantized()[1, :16], x[1, :16].float(), rtol=1e-2)
@@ -109,26 +93,27 @@ def test_a_row_has_a_second_level_scale_of_its_own() -> None:
 
 # --- linears ------------------------------------------------------------------------------------------------------------------------------
 def policy(quant: Quant, compute: DType = DType.BF16) -> PrecisionPolicy:
-    return PrecisionPolicy(
-        compute=compute,
-        params=compute,
-        reduce=DType.FP32,
-        pipeline=compute,
-        output=compute,
-        regions=(Region(quant=quant),),
-    )
+    return policy_of(Region(quant=quant), compute=compute)
+
+
+def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, weight, dy) of `run`."""
+    torch.manual_seed(0)
+    weight = torch.nn.Linear(128, 128, bias=False).bfloat16().weight.detach()
+    x, dy = (torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
+    return x, weight, dy
 
 
 def run(
     quant: Quant, environment: dict[str, str] | None = None, release: str = "2.20"
 ) -> tuple[list[torch.Tensor], Any]:
     """[y, dx, dw] of one linear for a given gradient, and the emulation."""
+    x, _, dy = given()
     torch.manual_seed(0)
     net = torch.nn.ModuleList([torch.nn.Linear(128, 128, bias=False)]).bfloat16()
     emulation = emulate_linears(net, policy(quant), compiled=False, environment=environment or {}, release=release)
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-    y = net[0](x)
-    y.backward(torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).bfloat16())
+    y = net[0](x.requires_grad_())
+    y.backward(dy)
     emulation.detach()
     return [y.detach(), x.grad, net[0].weight.grad], emulation  # type: ignore[list-item]
 
@@ -169,14 +154,11 @@ def test_a_switch_of_the_environment_has_the_recipes_effect_and_is_reported(
 def test_high_precision_backward_is_the_plain_one_and_dequantized_sees_the_forwards_operands() -> None:
     quant = Quant(format="e4m3", scaling="blockwise")
     (_, dx, dw), _ = run(quant, {"NVTE_BACKWARD_OVERRIDE": "high_precision"})
-    torch.manual_seed(0)
-    weight = torch.nn.Linear(128, 128, bias=False).bfloat16().weight.detach()
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
-    dy = torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x, weight, dy = given()
     assert torch.equal(dx, dy @ weight)
     assert torch.equal(dw, dy.t() @ x)
     (_, dx, dw), _ = run(quant, {"NVTE_BACKWARD_OVERRIDE": "dequantized"})
-    q = quantizer("blockwise", "e4m3")
+    q = quantizer("blockwise")
     assert torch.equal(dx, dy @ operand(q, weight, "w").dequantized().bfloat16())
     assert torch.equal(dw, dy.t() @ operand(q, x).dequantized().bfloat16())
 
@@ -184,10 +166,7 @@ def test_high_precision_backward_is_the_plain_one_and_dequantized_sees_the_forwa
 def test_every_gemm_of_row_scaled_activations_is_near_the_exact_one() -> None:
     quant = Quant(format="e2m1", scaling="nvfp4", options=(("hadamard", False), ("row_scaled_activations", True)))
     found, _ = run(quant)
-    torch.manual_seed(0)
-    weight = torch.nn.Linear(128, 128, bias=False).bfloat16().weight.detach().float()
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16().float()
-    dy = torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).bfloat16().float()
+    x, weight, dy = (one.float() for one in given())
     for made, exact in zip(found, (x @ weight.t(), dy @ weight, dy.t() @ x), strict=True):
         # four bits: about a tenth of each operand's size
         assert float((made.float() - exact).norm() / exact.norm()) < 0.25
@@ -196,10 +175,8 @@ def test_every_gemm_of_row_scaled_activations_is_near_the_exact_one() -> None:
 # --- releases -----------------------------------------------------------------------------------------------------------------------------
 def test_an_option_that_the_release_does_not_know_is_refused_by_recipe_and_inert_by_variable() -> None:
     quant = Quant(format="e2m1", scaling="nvfp4", options=(("four_over_six", "weights"),))
-    with pytest.raises(
-        Refused,
-        match=r"four_over_six=weights needs Transformer Engine 2\.17 or later, but the rules of 2\.11 are emulated",
-    ):
+    what = r"four_over_six=weights needs Transformer Engine 2\.17 or later, but the rules of 2\.11 are emulated"
+    with pytest.raises(Refused, match=what):
         run(quant, release="2.11")
     plain, _ = run(NVFP4, release="2.11")
     outside, emulation = run(NVFP4, {"NVTE_NVFP4_4OVER6": "weights"}, release="2.11")
@@ -226,7 +203,7 @@ def test_options_that_transformer_engine_refuses_together_are_refused(
 
 def test_the_release_decides_rules_and_is_named() -> None:
     x = torch.full((32, 32), 1e-37, dtype=torch.bfloat16)
-    old, new = (operand(quantizer("mxfp8", "e4m3", release), x).values for release in ((2, 12), (2, 13)))
+    old, new = (operand(quantizer("mxfp8", release), x).values for release in ((2, 12), (2, 13)))
     assert (old == 0).all()
     assert (new != 0).all()
     assert run(NVFP4, release="2.14")[1].notes()[0].startswith("emulated with the rules of Transformer Engine 2.14")
@@ -278,9 +255,9 @@ def test_a_nan_shows_where_the_gpus_kernels_hand_it_on(
 def test_operands_of_tiny_fp32_input_are_exact(scaling: str) -> None:
     # the smallest block scales times a code: below bf16's smallest number from 1e-36 on
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 1e-37
-    made = operand(quantizer(scaling, "e4m3"), x)
+    q = quantizer(scaling)
+    made = operand(q, x)
     assert made.values.dtype is torch.float32
-    q = quantizer(scaling, "e4m3")
     q_view = x.view(-1, q.block("x").along)
     amax = q_view.abs().amax(1, keepdim=True).double()
     # powers of two, as the rules make them: fp32 input's own largest number bounds blockwise's, the exponent byte MXFP8's
@@ -315,10 +292,8 @@ def test_a_switch_ends_where_building_anew_ends() -> None:
         return torch.nn.ModuleList([torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)]).bfloat16()
 
     delayed = policy(Quant(format="hybrid", scaling="delayed", amax_history=2))
-    only_first = dataclasses.replace(policy(NVFP4), regions=(Region(layers=((0, 0),), quant=NVFP4), Region()))
-    only_last = dataclasses.replace(
-        policy(NVFP4), regions=(Region(layers=((0, 0),)), Region(quant=Quant(format="e4m3", scaling="mxfp8")))
-    )
+    only_first = policy_of(Region(layers=((0, 0),), quant=NVFP4), Region())
+    only_last = policy_of(Region(layers=((0, 0),)), Region(quant=Quant(format="e4m3", scaling="mxfp8")))
     net = layers()
     emulation = emulate_linears(net, delayed, compiled=False, environment={}, release="2.11")
     for wanted, release in ((only_first, None), (only_last, "2.14"), (delayed, "2.11"), (only_first, None)):

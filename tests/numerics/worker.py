@@ -14,6 +14,7 @@ from tests.worlds import reported
 
 STEPS = 3
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+MOE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
 DEEP = {"num_layers": 3}  # tensorwise keeps a layer at each end high
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"model": DEEP},
@@ -21,14 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp2": {"parallel": TP | {"sequence_parallel": True}, "model": DEEP},
     "dp2": {"ddp": {"use_distributed_optimizer": True}, "model": DEEP},
     "pp2": {"parallel": PP, "model": {"share_embeddings_and_output_weights": False}},
-    "ep2": {
-        "parallel": {"expert_model_parallel_size": 2},
-        "model": {
-            "num_moe_experts": 4,
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-        },
-    },
+    "ep2": {"parallel": {"expert_model_parallel_size": 2}, "model": MOE},
 }
 
 
@@ -49,9 +43,8 @@ def case(name: str) -> dict[str, Any]:
 
     layout, _, recipe = name.partition("/")
     with device_layer(False):
-        engine: Any = build_engine(
-            tiny.run(recipe, world=torch.distributed.get_world_size(), emulate=True, **LAYOUTS[layout])
-        )
+        world = torch.distributed.get_world_size()
+        engine: Any = build_engine(tiny.run(recipe, world=world, emulate=True, **LAYOUTS[layout]))
         rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         batches = tiny.batches(rank=rank, size=size)
         losses = [engine.train_step(batches, microbatches=4 // size).loss for _ in range(STEPS)]

@@ -191,7 +191,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             named = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
             step = group["step"] if group["bias_correction"] else None
-            scalars = Scalars.of(**named, step=step, decoupled=bool(self.adam_w_mode))
+            scalars = Scalars(**named, step=step, decoupled=bool(self.adam_w_mode))
             plain = _Plain()
             for param in group["params"]:
                 if not self.state[param]:

@@ -13,24 +13,11 @@ import torch
 
 from mpbridge.common.facts import MUONS
 from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.numerics.certificates import figures
 from mpbridge.numerics.certificates.expected import Expected, Operands, cast
-from mpbridge.numerics.certificates.figures import (
-    KINDS,
-    SIDES,
-    Linear,
-    attention_rows,
-    bounds,
-    drawn,
-    gain,
-    gemm_figures,
-    newton_schulz_rows,
-    operand_figures,
-    product,
-    with_signal,
-)
+from mpbridge.numerics.certificates.figures import KINDS, SIDES, Linear
 from mpbridge.numerics.operands import COPY_OF, Side
-from mpbridge.numerics.rules import Release
-from mpbridge.numerics.scales import DEFAULT_RELEASE
+from mpbridge.numerics.scales import DEFAULT_RELEASE, Release
 from mpbridge.planning.certificates import NOT_OFFERED, Row, Training, Variant, optimizer_rows, sentence
 from mpbridge.planning.closed_forms import nvfp4_second_pass, second_pass
 from mpbridge.precision.policy import PrecisionPolicy
@@ -93,11 +80,14 @@ def certificate(
     torch.set_num_threads(1)
     try:
         maker = _Maker(policy, release, variant)
-        samples: dict[str, list[Linear]] = {kind: [drawn(kind, seed) for seed in range(replicas)] for kind in kinds}
+        samples: dict[str, list[Linear]] = {
+            kind: [figures.drawn(kind, seed) for seed in range(replicas)] for kind in kinds
+        }
         samples |= {f"yours: {name}": [linear] for name, linear in (own or {}).items()}
         rows = [row for kind, linears in samples.items() for row in maker.rows(kind, linears, replicas)]
         rows += [*maker.second_passes(samples), *optimizer_rows(policy, training)]
-        rows += [*(newton_schulz_rows() if training.name in MUONS else ()), *attention_rows(maker.compute), *beside]
+        rows += figures.newton_schulz_rows() if training.name in MUONS else ()
+        rows += [*figures.attention_rows(maker.compute), *beside]
     finally:
         torch.set_num_threads(threads)
     made = Certificate(recipe=recipe, te=".".join(map(str, release)), variant=variant, rows=tuple(rows), training=training)  # fmt: skip
@@ -108,7 +98,7 @@ def certificate(
 
 def gradient_error(policy: PrecisionPolicy) -> float:
     """Relative error of one step's input or weight gradient, whichever is larger, on normal tensors: what orders the error of a model's gradient (docs/certificates.md)."""
-    found = dict(_Maker(policy, DEFAULT_RELEASE, None)._figures(drawn("normal", 0)))
+    found = dict(_Maker(policy, DEFAULT_RELEASE, None)._figures(figures.drawn("normal", 0)))
     return float(max(2.0 ** -found[gemm, "one step bits"] for gemm in ("dgrad", "wgrad")))
 
 
@@ -140,7 +130,7 @@ class _Maker:
         for (where, quantity), values in found.items():
             gemm, _, rest = where.partition(" ")
             made = self.operands[gemm]  # type: ignore[index]
-            limit = bounds(made, rest.split()[0], self.compute).get(quantity) if rest else None  # type: ignore[arg-type]
+            limit = figures.bounds(made, rest.split()[0], self.compute).get(quantity) if rest else None  # type: ignore[arg-type]
             exact = len(linears) == 1 and len(set(values)) == 1
             yield Row(
                 part="operand" if rest else "gemm", where=where, tensor=kind, quantity=quantity, value=statistics.fmean(values), ci95=None if exact else _interval(values),
@@ -152,32 +142,30 @@ class _Maker:
         """What the operands decide."""
         sources: dict[Side, torch.Tensor] = {"x": linear.x, "w": linear.w, "dy": linear.dy}
         for gemm, (first, second) in SIDES.items():
-            pair = tuple(self.expected(sources[side], gemm, side) for side in (first, second))
-            exact = tuple(
-                sources[side].to(self.compute if self.operands[gemm] else torch.float32).double()
-                for side in (first, second)
-            )
-            for side, one in zip((first, second), pair, strict=True):
-                for quantity, value in operand_figures(one).items():
+            a, b = (self.expected(sources[side], gemm, side) for side in (first, second))
+            kind = self.compute if self.operands[gemm] else torch.float32
+            exact = sources[first].to(kind).double(), sources[second].to(kind).double()
+            for side, one in ((first, a), (second, b)):
+                for quantity, value in figures.operand_figures(one).items():
                     yield (f"{gemm} {side} {COPY_OF[gemm, side]}", quantity), value
-            for quantity, value in gemm_figures(gemm, pair[0], pair[1], exact).items():  # type: ignore[arg-type]
+            for quantity, value in figures.gemm_figures(gemm, a, b, exact).items():
                 yield (gemm, quantity), value
 
     def _sampled(self, linear: Linear, seed: int) -> Iterator[tuple[tuple[str, str], float]]:
         """What a random signal is added for."""
         for gemm in ("dgrad", "wgrad"):
             if (made := self.operands[gemm]) is not None and not self.draws:
-                value = gain(made, linear.dy.to(self.compute), gemm, seed)
+                value = figures.gain(made, linear.dy.to(self.compute), gemm, seed)
                 yield (f"{gemm} dy {COPY_OF[gemm, 'dy']}", "small-signal gain"), value
         yield ("wgrad", "alignment over fresh data"), self._fresh(linear, seed)
 
     def _fresh(self, linear: Linear, seed: int) -> float:
         """Along the true gradient: what of it is left after averaging over many batches, less 1."""
-        signal = with_signal(linear, seed)
+        signal = figures.with_signal(linear, seed)
         assert signal.truth is not None
         dy, x = (self.expected(t, "wgrad", side) for t, side in ((signal.dy, "dy"), (signal.x, "x")))  # type: ignore[arg-type]
-        reference = product("wgrad", signal.dy.to(self.compute).double(), signal.x.to(self.compute).double())
-        found, truth = product("wgrad", dy.mean, x.mean), signal.truth.T.double()
+        reference = figures.product("wgrad", signal.dy.to(self.compute).double(), signal.x.to(self.compute).double())
+        found, truth = figures.product("wgrad", dy.mean, x.mean), signal.truth.T.double()
         return float((found * truth).sum() / (reference * truth).sum()) - 1
 
     def second_passes(self, samples: Mapping[str, list[Linear]]) -> Iterator[Row]:
@@ -200,10 +188,7 @@ class _Maker:
         if math.isinf(one):
             return f"{_WORDS[gemm]}: no error, its operands are not rounded"
         first, second = SIDES[gemm]
-        alone = {
-            side: made.value(gemm, f"plateau of the {word} alone", kind)
-            for side, word in ((first, "first"), (second, "second"))
-        }
+        alone = {s: made.value(gemm, f"plateau of the {word} alone", kind) for s, word in ((first, "first"), (second, "second"))}  # fmt: skip
         known = {side: value for side, value in alone.items() if value is not None}
         worst = min(known, key=lambda side: known[side])
         even = len(known) == 2 and abs(known[first] - known[second]) < 0.25
@@ -213,28 +198,23 @@ class _Maker:
             text += f", {plateau:.1f} bits after averaging over steps on fixed tensors, where {who} stop{'' if even else 's'} it"
         else:
             text += f", set by {who}; rounding is the same at every step, so averaging over steps does not help"
-        fresh = made.value(gemm, "alignment over fresh data", kind)
-        return (
-            text
-            if fresh is None or abs(fresh) < 5e-5
-            else f"{text}; over fresh data {abs(fresh):.2%} of the gradient is {'lost' if fresh < 0 else 'added'}"
-        )
+        fresh = made.value(gemm, "alignment over fresh data", kind) or 0.0
+        if abs(fresh) < 5e-5:
+            return text
+        return f"{text}; over fresh data {abs(fresh):.2%} of the gradient is {'lost' if fresh < 0 else 'added'}"
 
 
 def _conditions(made: Operands) -> Iterator[Row]:
     """The exact condition under which a scale moves, and its share with log amax uniform."""
     quantizer = made.quantizer
-    powers = (
-        quantizer is None
-        or quantizer.rule == "e8m0_blocks"
-        or (quantizer._power_of_two and not quantizer.quant.row.history)
-    )
     if quantizer is not None and quantizer.rule == "e4m3_blocks":
         low, high = nvfp4_second_pass(E2M1, E4M3)
         yield Row(part="second pass", where="block scales", quantity="vanishing blocks", value=math.log2(high / low), derivation="closed form",
                   condition=f"448 * block amax / tensor amax in ({low:.3g}, {high:.3g}]: zero on the second pass; share of the octave above {low:.3g}")  # fmt: skip
         return
-    found = second_pass(E4M3 if quantizer is None else quantizer.format_of("x"))
+    found, powers = second_pass(E4M3 if quantizer is None else quantizer.format_of("x")), True
+    if quantizer is not None and quantizer.rule != "e8m0_blocks":
+        powers = quantizer._power_of_two and not quantizer.quant.row.history
     yield Row(part="second pass", where="block scales" if powers else "scales", quantity="share that halves", value=found.share if powers else 0.0,
               derivation="closed form", condition=found.condition if powers else "FP32 scales: the largest code returns as itself")  # fmt: skip
 

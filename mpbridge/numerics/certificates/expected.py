@@ -12,14 +12,11 @@ from mpbridge.common.formats import E2M1, E4M3
 from mpbridge.numerics.kernels import sylvester
 from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.numerics.rules import Release
-from mpbridge.numerics.scales import DEFAULT_RELEASE, peaks_over, scale_from_amax
+from mpbridge.numerics.scales import DEFAULT_RELEASE, Release, peaks_over, scale_from_amax
 from mpbridge.planning.certificates import Variant
 from mpbridge.precision.policy import PrecisionPolicy, Quant
-from mpbridge.precision.regions import Gemm, Region
+from mpbridge.precision.regions import Gemm
 
-RANDOM_BITS = 8
-"""Of each element's random number in Transformer Engine's stochastic rounding."""
 SLOT = "linear"
 
 
@@ -63,15 +60,10 @@ class Operands:
         if quant.row.emulation == "torchao":
             return
         cpu = torch.device("cpu")
-        self.quantizer = Quantizer(
-            self.quant, [SLOT], randomness=Randomness(0, cpu), device=cpu, release=release, compiled=False
-        )
+        how: dict[str, Any] = {"randomness": Randomness(0, cpu), "device": cpu, "release": release, "compiled": False}
+        self.quantizer = Quantizer(self.quant, [SLOT], **how)
         if variant is not None:
             vary(self.quantizer, variant)
-
-    def changed_on(self, side: Side) -> bool:
-        """Whether that side's scales or rounding differ from every release's."""
-        return side == "dy" and self.variant is not None and not self.variant.offered
 
     def stochastic(self, side: Side) -> bool:
         """Whether that side is rounded stochastically, element by element."""
@@ -86,7 +78,9 @@ class Operands:
         if self.quantizer is None:
             return self._rowwise(x, gemm, side)
         if self._draws is not None and side == "dy":
-            return _eden(x, COPY_OF[gemm, side], self._draws)
+            # rotated back; the moments have no short closed form here: mean and variance over draws
+            drawn = torch.stack([self._draws.drawn(x, COPY_OF[gemm, side]).double() for _ in range(EDEN_DRAWS)])
+            return replace(exact(x), mean=drawn.mean(0), variance=drawn.var(0), draws=drawn)
         made, number = self.quantizer, self.quantizer.format_of(side)
         if self.quant.row.history:  # a steady state: the stored scale is that of this very tensor
             table, index = made._place(SLOT, side)
@@ -113,21 +107,13 @@ class Operands:
         return replace(exact(x), mean=mean, zero=((mean == 0) & (x != 0)).double(), scale=multiplier)
 
 
-def _eden(x: torch.Tensor, copy: OperandCopy, eden: Eden) -> Expected:
-    """MS-EDEN, rotated back. Its moments have no short closed form here: mean and variance over draws."""
-    found = torch.stack([eden.drawn(x, copy).double() for _ in range(EDEN_DRAWS)])
-    return replace(exact(x), mean=found.mean(0), variance=found.var(0), draws=found)
-
-
 def varied(policy: PrecisionPolicy, variant: Variant) -> PrecisionPolicy:
     """The policy with the variant's options in its NVFP4 regions of one rule; `vary` does the rest to an emulation's quantizers."""
-
-    def changed(region: Region) -> Region:
-        if region.quant is None or region.quant.scaling != "nvfp4":
-            return region
-        return replace(region, quant=_with(region.quant, variant))
-
-    return replace(policy, regions=tuple(changed(region) for region in policy.regions))
+    regions = (
+        replace(one, quant=_with(one.quant, variant)) if one.quant is not None and one.quant.scaling == "nvfp4" else one
+        for one in policy.regions
+    )
+    return replace(policy, regions=tuple(regions))
 
 
 def _with(quant: Quant, variant: Variant) -> Quant:
@@ -167,7 +153,7 @@ def stochastic_e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     size = scaled.abs().clamp_max(E2M1.largest)
     spacing = torch.where(size >= 4, 2.0, torch.where(size >= 2, 1.0, 0.5)).double()
     low = torch.floor(size / spacing)
-    up = torch.floor((size / spacing - low) * 2**RANDOM_BITS) / 2**RANDOM_BITS
+    up = torch.floor((size / spacing - low) * 256) / 256
     mean = torch.copysign(((low + up) * spacing).clamp_max(E2M1.largest), scaled)
     return mean, up * (1 - up) * spacing**2, torch.where(low == 0, 1 - up, 0.0)
 

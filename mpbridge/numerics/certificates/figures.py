@@ -32,30 +32,21 @@ def operand_figures(found: Expected) -> dict[str, float]:
     """Error, alignment, clipping, flushing and floor of one operand; of draws, which are rotated back, no share of elements that clip or vanish."""
     energy = float(found.source.square().sum())
     bias = found.mean - found.source
-    fixed = _unbiased(found, bias)
+    # the squared error of the expectation; of draws, less what their number leaves in it
+    extra = 0.0 if found.draws is None else float(found.variance.sum()) / found.draws.shape[0]
+    fixed = max(float(bias.square().sum()) - extra, 0.0)
     errors = {"MSE": (fixed + float(found.variance.sum())) / energy, "alignment": float((bias * found.source).sum()) / energy, "floor bits": bits(fixed / energy)}  # fmt: skip
     if found.draws is not None:
         return errors
     nonzero = max(int((found.source != 0).sum()), 1)
+    # of a clipped element of an otherwise representable block
+    lost = (1 - (found.mean / found.source).abs())[found.clipped & (found.mean != 0)]
     return {
         **errors,
         "clipped": float(found.clipped.double().mean()),
-        "largest loss": _largest_loss(found),
+        "largest loss": float(lost.amax()) if lost.numel() else 0.0,
         "flushed": float(found.zero.sum()) / nonzero,
     }
-
-
-def _largest_loss(found: Expected) -> float:
-    """Largest relative loss of a clipped element of an otherwise representable block."""
-    lost = 1 - (found.mean / found.source).abs()
-    kept = found.clipped & (found.mean != 0)
-    return float(lost[kept].amax()) if bool(kept.any()) else 0.0
-
-
-def _unbiased(found: Expected, bias: torch.Tensor) -> float:
-    """The squared error of the expectation; of draws, less what their number leaves in it."""
-    extra = 0.0 if found.draws is None else float(found.variance.sum()) / found.draws.shape[0]
-    return max(float(bias.square().sum()) - extra, 0.0)
 
 
 def gain(operands: Operands, x: torch.Tensor, gemm: Gemm, seed: int) -> float:
@@ -113,7 +104,7 @@ def bounds(operands: Operands | None, side: Side, compute: torch.dtype) -> dict[
         return {} if compute is torch.float32 else {"MSE": (worst**2 * 1.01, f"a normal number is rounded by at most {worst:.2g} of itself")}  # fmt: skip
     made = operands.quantizer
     if made is not None and made.rule == "e4m3_blocks":
-        if operands.changed_on(side):
+        if side == "dy" and operands.variant is not None and not operands.variant.offered:
             return {"clipped": (0.0, "no block's maximum exceeds 6")}
         worst = clipping(E4M3).worst
         reach = E2M1.largest / (1 - worst)
@@ -149,7 +140,7 @@ def attention_bias(
     exact = (p[:, None] @ v)[:, 0] / total
     summed = (_round(p, kind)[:, None].float() @ v.float())[:, 0].double()
     out = _round(summed / total, kind) if divided else _round(summed, kind) / total
-    place = torch.exp2(torch.floor(torch.log2(exact.abs().clamp_min(1e-30))) - _mantissa(kind))
+    place = torch.exp2(torch.floor(torch.log2(exact.abs().clamp_min(1e-30)))) * torch.finfo(kind).eps
     error = ((out - exact) * exact.sign() / place).mean(-1)
     return float(error.mean()), float(error.std()) / math.sqrt(rows)
 
@@ -197,10 +188,6 @@ def attention_rows(kind: torch.dtype) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _mantissa(kind: torch.dtype) -> int:
-    return round(-math.log2(torch.finfo(kind).eps))
-
-
 def _round(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     return x.float().to(kind).double()
 
@@ -226,28 +213,30 @@ TOKENS, INNER, OUTER = 256, 256, 384
 Draw = Callable[[tuple[int, int], torch.Generator], torch.Tensor]
 
 
-def _normal(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator)
-
-
 def _student(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
     """Student's t with three degrees of freedom."""
     chi = torch.randn((*shape, 3), generator=generator).square().mean(-1)
-    return _normal(shape, generator) / chi.sqrt()
+    return torch.randn(shape, generator=generator) / chi.sqrt()
 
 
 def _lognormal(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
     """exp of N(0, 1.5) with random signs."""
-    return (1.5 * _normal(shape, generator)).exp() * _normal(shape, generator).sign()
+    size, sign = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator).sign()
+    return (1.5 * size).exp() * sign
 
 
 def _sparse(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
     """5 % of the elements a hundred times as large as the others."""
     size = torch.where(torch.rand(shape, generator=generator) < 0.05, 30.0, 0.3)
-    return _normal(shape, generator) * size
+    return torch.randn(shape, generator=generator) * size
 
 
-KINDS: Mapping[str, Draw] = {"normal": _normal, "student-3": _student, "lognormal": _lognormal, "sparse": _sparse}
+KINDS: Mapping[str, Draw] = {
+    "normal": lambda shape, generator: torch.randn(shape, generator=generator),
+    "student-3": _student,
+    "lognormal": _lognormal,
+    "sparse": _sparse,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from mpbridge.numerics.codes import round_nearest
 from mpbridge.planning.closed_forms import lost_updates
 from mpbridge.precision.regions import GEMMS
 
-COUNTS = tuple(4**k for k in range(8))
 _COLUMNS = (
     Column(name="part", number=False),
     Column(name="tensor", number=False),
@@ -42,33 +41,22 @@ def certificate_page(made: Sequence[Certificate]) -> Page:
         [(f"{name} {gemm}", points, "") for name, one in zip(names, made, strict=True) for gemm in GEMMS if (points := _averaged(one, gemm))],
         x="steps averaged", y="bits",
     )  # fmt: skip
-    page.chart(
-        "Error of one element over its magnitude",
-        _by_magnitude(),
-        x="magnitude in codes",
-        y="root mean square error in codes",
-    )
+    title, error = "Error of one element over its magnitude", "root mean square error in codes"
+    page.chart(title, _by_magnitude(), x="magnitude in codes", y=error)
     lost = [line for name, one in zip(names, made, strict=True) for line in _lost(name, one)]
     if lost:
-        page.chart(
-            "Updates lost over the schedule", lost, x="share of the schedule, percent", y="share of updates lost"
-        )
+        x, y = "share of the schedule, percent", "share of updates lost"
+        page.chart("Updates lost over the schedule", lost, x=x, y=y)
     for name, one in zip(names, made, strict=True):
-        rows = [
-            (r.part, r.tensor, r.where, r.quantity, r.value, r.ci95, r.bound, r.derivation, r.condition)
-            for r in one.rows
-        ]
-        page.table(name, _COLUMNS, rows)
+        page.table(name, _COLUMNS, [(r.part, r.tensor, r.where, r.quantity, r.value, r.ci95, r.bound, r.derivation, r.condition) for r in one.rows])  # fmt: skip
     return page
 
 
 def _averaged(one: Certificate, gemm: str) -> list[tuple[float, float]]:
     first, plateau = (one.value(gemm, name) for name in ("one step bits", "plateau bits"))
-    return (
-        []
-        if first is None or plateau is None
-        else [(float(n), value) for n, value in concentration(first, plateau, COUNTS)]
-    )
+    if first is None or plateau is None:
+        return []
+    return [(float(n), value) for n, value in concentration(first, plateau, tuple(4**k for k in range(8)))]
 
 
 def _by_magnitude() -> list[tuple[str, list[tuple[float, float]], str]]:
@@ -85,7 +73,6 @@ def _lost(name: str, one: Certificate) -> list[tuple[str, list[tuple[float, floa
     training = one.training
     if training is None or len(training.points) < 2:
         return []
-    points = [
-        (100 * at, lost_updates(lr, training.sigma, DType.BF16, beta1=training.beta1)) for at, lr in training.points
-    ]
+    sigma, beta1 = training.sigma, training.beta1
+    points = [(100 * at, lost_updates(lr, sigma, DType.BF16, beta1=beta1)) for at, lr in training.points]
     return [(f"BF16 weights at the rates of {name}", points, "")]

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-_LINEARS = frozenset(
-    {"ColumnParallelLinear", "RowParallelLinear", "Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP"}
-)
+_LINEARS = {"ColumnParallelLinear", "RowParallelLinear", "Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP"}
 """Class names of linear layers: megatron-core's, torch's and Transformer Engine's."""
 
 _KERNELS = ("transformer_engine", "apex", "megatron.core.fusions.fused_layer_norm")
 
 
-def _is(module: Any, names: frozenset[str]) -> bool:
+def _is(module: Any, names: set[str]) -> bool:
     return any(base.__name__ in names for base in type(module).__mro__)
 
 
@@ -28,7 +26,7 @@ def is_linear(module: Any) -> bool:
 
 def is_layer(module: Any) -> bool:
     """Whether the module is a whole transformer or Mamba layer."""
-    return _is(module, frozenset({"BaseTransformerLayer", "TransformerLayer", "MambaLayer"}))
+    return _is(module, {"BaseTransformerLayer", "TransformerLayer", "MambaLayer"})
 
 
 def is_norm(module: Any) -> bool:

@@ -78,20 +78,6 @@ class Sent:
         return _ROLES.get(self.kind, "")
 
 
-def sent(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
-    """The tensors that the operation 'c10d::NAME' sends or receives; nothing if it moves no data."""
-    if name in COLLECTIVES:
-        kind, payload = COLLECTIVES[name]
-        yield from _tensors(kind, args[payload], _group(args))
-
-
-def sent_functional(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
-    """The same for the operation '_c10d_functional::NAME'."""
-    if name in FUNCTIONAL:
-        group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]
-        yield from _tensors(FUNCTIONAL[name], args[0], tuple(dist.get_process_group_ranks(group)))
-
-
 def _tensors(kind: str, payload: Any, group: tuple[int, ...]) -> Iterator[Sent]:
     for tensor in tensors_in(payload):
         size, begin = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
@@ -147,9 +133,10 @@ class OperationObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def record(self, name: str, args: Any) -> None:
-        """Adds what a collective sends to `sent`."""
-        if not _depth:
-            self.sent += sent(name, args)
+        """Adds what a collective sends to `sent`; nothing if it moves no data."""
+        if not _depth and name in COLLECTIVES:
+            kind, payload = COLLECTIVES[name]
+            self.sent += _tensors(kind, args[payload], _group(args))
 
     def multiplies(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         """Called after each GEMM with its factors and its result."""
@@ -165,8 +152,9 @@ class OperationObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         space, _, name = func._schema.name.partition("::")
         if space == "c10d":
             return self.communicates(func, name, args, kwargs)
-        if space == "_c10d_functional" and not _depth:
-            self.functional += sent_functional(name, args)
+        if space == "_c10d_functional" and not _depth and name in FUNCTIONAL:
+            group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]
+            self.functional += _tensors(FUNCTIONAL[name], args[0], tuple(dist.get_process_group_ranks(group)))
         out = func(*args, **kwargs)
         if space == "aten":
             if (factors := GEMMS.get(name)) is not None:

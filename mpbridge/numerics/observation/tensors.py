@@ -11,14 +11,8 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import dtype
 
 _PARTS = (
-    "_data",
-    "_transpose",
-    "_rowwise_data",
-    "_columnwise_data",
-    "_scale_inv",
-    "_rowwise_scale_inv",
-    "_columnwise_scale_inv",
-)
+    "_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv",
+)  # fmt: skip
 """Inner tensors of Transformer Engine's quantized tensors (tensor/storage/*.py of 2.11); their .dtype is only nominal."""
 
 
@@ -65,12 +59,7 @@ def elements(tensor: Any) -> int:
 def size(tensor: Any) -> int:
     """Bytes of this rank's part, scales and transposed copies of a quantized tensor included."""
     inner = local(tensor)
-    parts = _parts(inner)
-    return (
-        sum(part.numel() * part.element_size() for part in parts)
-        if parts
-        else int(inner.numel()) * int(inner.element_size())
-    )
+    return sum(int(part.numel()) * int(part.element_size()) for part in _parts(inner) or [inner])
 
 
 _COLUMNS = 4096

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mpbridge.numerics.observation.modules import linears, module_paths
-from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_faults
+from mpbridge.observe.audit.flags import flags_of
 from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.observe import Observed, roles_into, rule_of
 from mpbridge.observe.audit.promise import Promises
@@ -102,8 +102,7 @@ def broken(engine: Any, promises: Promises, wiring: Shape | None) -> list[str]:
         for (role, promised, found), tally in seen.tensors.items()
         for name in tally.offenders
     ]
-    faults += different(engine)[1] + optimizer_faults(engine, promises)[1]
-    faults += scaler_faults(engine, promises.policy.loss_scale)
+    faults += flags_of(engine, promises)[1]
     for path, module in linears(engine.model).items() if promises.emulated else ():
         promised, found = rule_words(promises.gemms(path)), rule_of(module, True, ran=True)
         faults += [f"{path}: promised {promised}, found {found}"] if promised != found else []
@@ -118,8 +117,7 @@ def broken(engine: Any, promises: Promises, wiring: Shape | None) -> list[str]:
 
 def resting(engine: Any) -> Any:
     """The engine's live tensors without a gather: parameters may be one update behind."""
-    quiet = getattr(engine, "tensors_at_rest", None)
-    return engine.tensors() if quiet is None else quiet()
+    return getattr(engine, "tensors_at_rest", engine.tensors)()
 
 
 def _changed(before: tuple[int, str, tuple[str, ...]], now: tuple[int, str, tuple[str, ...]] | None) -> str:
@@ -152,10 +150,7 @@ class AsRead:
         }
 
     def _ran(self, number: int, module: Any, args: Any, output: Any) -> None:
-        handle = self._handles.pop(number, None)
-        if handle is None:
-            return
-        handle.remove()
+        self._handles.pop(number).remove()
         # under a transform of torch.func (vmap, grad) parameters have no values that could be read
         if not self._handles and torch._C._functorch.peek_interpreter_stack() is None:
             with self._aside(), torch.no_grad():

@@ -57,10 +57,10 @@ def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
     on_cpu = next(engine.model[0].parameters()).device.type == "cpu"
     # CPUs have no usable FP16 GEMM: the device layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do
     gemm = (compute, _WIDE) if compute == "fp16" and on_cpu else (compute,)
-    own = (_linears(promises, watch, gemm), _attention(promises, watch, gemm), _between(promises, watch))
-    for rows in (*own, _adapters(engine, promises, watch)):
-        for kind, place, promised, dtypes in rows:
-            seen.kinds.setdefault(kind, []).append((place, tuple(promised), tuple(dtypes)))
+    linears, attention = _linears(promises, watch, gemm), _attention(promises, watch, gemm)
+    rows = (*linears, *attention, *_between(promises, watch), *_adapters(engine, promises, watch))
+    for kind, place, promised, dtypes in rows:
+        seen.kinds.setdefault(kind, []).append((place, tuple(promised), tuple(dtypes)))
     _values(engine, promises, watch, seen)
     return seen
 
@@ -77,7 +77,17 @@ def _linears(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterato
             yield "router", path, (_WIDE,), dtypes
     routers = {path for module, path in watch._paths.items() if is_router(module)}
     for path, dtypes in watch.products.dtypes.items():
-        yield *_product(path, promises, gemm, routers), dtypes
+        kind, wanted = "GEMMs", gemm
+        if path in routers:
+            kind, wanted = "router", (policy.router.short,) if policy.router is not None else gemm
+        elif path.endswith("output_layer") and policy.logits is not None:
+            kind, wanted = "logits", (policy.logits.short,)
+        elif promises.kept_fp32(f"{path}.weight"):
+            wanted = (_WIDE,)
+        elif promises.gemms(path).distinct and promises.seen:
+            # values on a narrow grid, stored in a wider dtype; `quantization` judges them
+            wanted = ("bf16", _WIDE)
+        yield kind, path, wanted, dtypes
     for path, dtypes in watch.outputs.items():
         if path.endswith("output_layer") and policy.logits is not None:
             yield "logits", path, (policy.logits.short,), dtypes
@@ -134,22 +144,6 @@ def _adapters(engine: Any, promises: Promises, watch: Watch) -> Iterator[KindDty
             yield "adapters", path, (f"times {declared:.6g}",), (f"times {found:.6g}",)
 
 
-def _product(
-    path: str, promises: Promises, gemm: tuple[str, ...], routers: set[str]
-) -> tuple[str, str, tuple[str, ...]]:
-    policy = promises.policy
-    if path in routers:
-        return "router", path, (policy.router.short,) if policy.router is not None else gemm
-    if path.endswith("output_layer") and policy.logits is not None:
-        return "logits", path, (policy.logits.short,)
-    if promises.kept_fp32(f"{path}.weight"):
-        return "GEMMs", path, ("fp32",)
-    if promises.gemms(path).distinct and promises.seen:
-        # values on a narrow grid, stored in a wider dtype; `quantization` judges them
-        return "GEMMs", path, ("bf16", "fp32")
-    return "GEMMs", path, gemm
-
-
 def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> None:
     """Values that have the promised dtype but were rounded to fewer bits earlier."""
     seen.wrong = _unproved(promises, watch) | {"residual stream": []}
@@ -174,19 +168,14 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
     if not promises.foreign:
         seen.wrong["GEMMs"] += [f"{path} reads activations of 3 or fewer mantissa bits" for path in watch.coarse]
         seen.wrong["residual stream"] += [f"output of {path}: {_NARROW}, unlike its weights" for path in watch.lost]
-        _values_of_ours(promises, watch, seen)
+        # other models pass rotary angles and router logits on in the activations' dtype
+        wide = {path for module, path in watch._paths.items() if _has_bits(getattr(module, "inv_freq", None))}
+        angles = (path for path in watch.angles if path in watch.rounded.keys() & wide)
+        seen.wrong["rotary angles"] += [f"output of {path}: {_NARROW}" for path in angles]
+        rounded = (path for path in watch.routing if path in watch.rounded and policy.router is DType.FP32)
+        seen.wrong["router"] += [f"logits or probabilities of {path}: {_NARROW}" for path in rounded]
     if LOGITS in watch.rounded and DType.FP32 in (policy.logits, policy.compute):
         seen.wrong["logits"] = [f"output of the output layer: {_NARROW}"]
-
-
-def _values_of_ours(promises: Promises, watch: Watch, seen: Computed) -> None:
-    """Rotary angles and router logits: other models pass both on in the activations' dtype."""
-    wide = {path for module, path in watch._paths.items() if _has_bits(getattr(module, "inv_freq", None))}
-    angles = (path for path in watch.angles if path in watch.rounded.keys() & wide)
-    seen.wrong["rotary angles"] += [f"output of {path}: {_NARROW}" for path in angles]
-    if promises.policy.router is DType.FP32:
-        rounded = (path for path in watch.routing if path in watch.rounded)
-        seen.wrong["router"] += [f"logits or probabilities of {path}: {_NARROW}" for path in rounded]
 
 
 def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,10 @@ def bounded(seen: Observed, ranks: int) -> Observed:
         thin = max(1, -(-ranks * _WEIGHT // BUDGET))
         # positions index the whole tensor, so every rank keeps the same ones, whichever shard it has
         kept = {name: sorted(followed.produced[name])[::thin] for name in names}
-        produced, read = (_part(one, kept) for one in (followed.produced, followed.read))
+        produced, read = (
+            {name: {at: of[name][at] for at in kept[name] if at in of[name]} for name in names if name in of}
+            for of in (followed.produced, followed.read)
+        )
         followed = dataclasses.replace(followed, produced=produced, read=read)
     if quantized is not None and len(quantized.amaxes) > 2 * most:
         names = chosen(quantized.amaxes, 2 * most)
@@ -70,15 +73,6 @@ def bounded(seen: Observed, ranks: int) -> Observed:
 def chosen(names: Collection[str], most: int) -> list[str]:
     """At most `most` of the names; the same choice on every rank that has them."""
     return sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))[:most]
-
-
-def _part(values: Mapping[str, dict[int, Any]], kept: Mapping[str, Collection[int]]) -> dict[str, dict[int, Any]]:
-    """The values of those names at those positions."""
-    return {
-        name: {where: values[name][where] for where in wanted if where in values[name]}
-        for name, wanted in kept.items()
-        if name in values
-    }
 
 
 def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
@@ -129,8 +123,7 @@ def audit(
     seconds = time.process_time() - begun
     ranks = everywhere(seen)
     stepped = result if before is not None else None
-    looked = {"live": stage == "live", "watched": watch is not None, "moved": before is not None}
-    findings = judge(engine, promises, ranks, **looked, result=stepped, microbatches=microbatches)
+    findings = judge(engine, promises, ranks, live=stage == "live", watched=watch is not None, result=stepped)
     facts = facts_of(engine, step) | {"fingerprint": policy.fingerprint()}
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, roles in ranks[0].layouts.items():
@@ -146,29 +139,21 @@ def facts_of(engine: Any, step: int | None) -> dict[str, Any]:
 
 
 def judge(
-    engine: Any,
-    promises: Promises,
-    ranks: Sequence[Observed],
-    *,
-    live: bool,
-    watched: bool,
-    moved: bool,
-    result: StepResult | None,
-    microbatches: int,
+    engine: Any, promises: Promises, ranks: Sequence[Observed], *, live: bool, watched: bool, result: StepResult | None
 ) -> list[Finding]:
-    """What all ranks observed against what was promised. live: an update has created optimizer states; watched: a step was observed; moved: the state before
-    its update is known; result: of that step, where gradients were followed."""
+    """What all ranks observed against what was promised. live: an update has created optimizer states; watched: a step was observed; result: of that step,
+    if the state before its update is known and gradients were followed."""
     findings = tensor_findings(ranks, promises, live=live)
     findings += rule_findings(ranks, promises, ran=watched) + flag_finding(ranks)
-    findings += weight_findings([rank.weights for rank in ranks], stepped=moved)
+    findings += weight_findings([rank.weights for rank in ranks], stepped=result is not None)
     findings += fixed_finding([rank.fixed for rank in ranks])
     findings += replica_findings([rank.copies for rank in ranks])
     if watched:
-        findings += _step_findings(engine, promises, ranks, microbatches)
+        findings += _step_findings(engine, promises, ranks)
     return findings + (_result_findings(engine, promises, ranks, result) if result is not None else [])
 
 
-def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], microbatches: int) -> list[Finding]:
+def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed]) -> list[Finding]:
     paths = modules.module_paths(engine.model)
     present = {subject for subject, found in _PARTS.items() if any(map(found, paths))}
     # another pipeline stage may have what this one lacks, so only what every rank could have seen is required
@@ -178,16 +163,15 @@ def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], m
         [rank.computed for rank in ranks if rank.computed is not None],
         promises,
         wanted=lambda subject: alone and subject in present,
-        why=lambda subject: why_unseen(engine, promises, subject),
+        why=partial(why_unseen, engine),
     )
     found += traffic_findings([rank.traffic for rank in ranks if rank.traffic is not None], promises)
-    whose = why_unseen(engine, promises, "wire: which gradients")
+    whose = why_unseen(engine, "wire: which gradients")
     if whose:
         found.append(not_observed("wire: which gradients", "every parameter's", whose))
     quantized = [rank.quantized for rank in ranks if rank.quantized is not None]
-    return found + quantization_findings(
-        quantized, promises, steps=microbatches, why=why_unseen(engine, promises, "quantized GEMMs")
-    )
+    why = why_unseen(engine, "quantized GEMMs")
+    return found + quantization_findings(quantized, promises, why=why)
 
 
 _PARTS = {
@@ -212,15 +196,14 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     summed = bool(getattr(config.model, "calculate_per_token_loss", False))
     share = share_of(followed) if summed else 1.0
     known = known_clip and share is not None and parallel.context == 1
-    hidden = why_unseen(engine, promises, FACTOR) if share is None or parallel.context > 1 else ""
-    why = why_unseen(engine, promises, "gradients")
+    hidden = why_unseen(engine, FACTOR) if share is None or parallel.context > 1 else ""
+    why = why_unseen(engine, "gradients")
     findings = []
     if why:
         findings.append(not_observed("gradients", "reduced once, unscaled once", why))
     else:
         findings += gradient_findings(
             followed,
-            promises,
             scale=result.loss_scale,
             norm=0.0 if norm is None else norm,
             clip=float(clip or 0.0),
@@ -231,10 +214,10 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
             why=hidden,
             uncounted=share is None and not hidden,
         )
-        if matrices := why_unseen(engine, promises, MATRICES):
+        if matrices := why_unseen(engine, MATRICES):
             findings.append(not_observed(MATRICES, "reduced once, unscaled once", matrices))
     if not math.isnan(result.loss):
-        unscaled, scale = why_unseen(engine, promises, "loss scale"), result.loss_scale
+        unscaled, scale = why_unseen(engine, "loss scale"), result.loss_scale
         meant = f"{scale:g}, applied" if scale != 1 else "none"
         if unscaled:
             findings.append(not_observed("loss scale", meant, unscaled))

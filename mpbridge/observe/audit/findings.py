@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from mpbridge.common.errors import AuditFailed, BadValue
 from mpbridge.common.files import write
-from mpbridge.common.report.curves import PRECISION, changes, read_history
+from mpbridge.common.report.curves import changes, read_history
 from mpbridge.common.tables import Column, Table, processes, table
 
 
@@ -18,11 +19,8 @@ def offenders(by_rank: Sequence[Iterable[str]]) -> tuple[str, ...]:
     """What any rank reports, in order: 'name' if every rank does, 'name (rank 1)' if some do."""
     lists = [list(dict.fromkeys(one)) for one in by_rank]
     everyone = set(lists[0]).intersection(*map(set, lists[1:])) if lists else set()
-    found: dict[str, None] = {}
-    for rank, names in enumerate(lists):
-        for name in names:
-            found[name if name in everyone else f"{name} (rank {rank})"] = None
-    return tuple(found)
+    named = (n if n in everyone else f"{n} (rank {rank})" for rank, names in enumerate(lists) for n in names)
+    return tuple(dict.fromkeys(named))
 
 
 def joined(found: Iterable[str]) -> str:
@@ -85,15 +83,8 @@ def judged(
 ) -> Finding:
     """A fact that holds if no rank names an offender; found, cure: what to say if one does. seen: what was found in either case."""
     wrong = offenders(by_rank)
-    return Finding(
-        subject=subject,
-        promised=promised,
-        found=seen or (found if wrong else promised),
-        ok=not wrong,
-        offenders=wrong,
-        cure=cure if wrong else "",
-        **more,
-    )
+    said, cure = seen or (found if wrong else promised), cure if wrong else ""
+    return Finding(subject=subject, promised=promised, found=said, ok=not wrong, offenders=wrong, cure=cure, **more)
 
 
 def not_observed(subject: str, promised: str, why: str) -> Finding:
@@ -166,6 +157,19 @@ class Report:
             raise AuditFailed(f"{head}\n{lines}\n(train.audit=warn continues despite it)")
         return self
 
+    def in_short(self, *, reason: str, step: int) -> dict[str, Any]:
+        """As JSON types: when, why, and [promised, found, verdict] of every fact."""
+        return {
+            "stage": self.stage,
+            "step": step,
+            "reason": reason,
+            "ok": self.ok,
+            "recipe": self.facts.get("recipe", ""),
+            "facts": {one.subject: [one.promised, one.found, one.state] for one in self.findings},
+            **({"faults": [str(fault) for fault in self.faults]} if self.faults else {}),
+            **({"not_observed": {one.subject: one.unseen for one in self.unseen}} if self.unseen else {}),
+        }
+
     def as_data(self) -> dict[str, Any]:
         """The report as JSON types: the 'audit' section of precision.json."""
         return {
@@ -196,24 +200,8 @@ def fault_lines(report: Report) -> list[str]:
     return [str(fault) for fault in report.faults] + unseen
 
 
-__all__ = ["PRECISION", "earlier", "entry", "write_section"]
-
 KEPT = 200
 """Number of the latest audits kept in short form; of older ones, the first and those that found something else than the one before."""
-
-
-def entry(report: Report, *, reason: str, step: int) -> dict[str, Any]:
-    """One audit in short form: when, why, and [promised, found, verdict] of every fact."""
-    return {
-        "stage": report.stage,
-        "step": step,
-        "reason": reason,
-        "ok": report.ok,
-        "recipe": report.facts.get("recipe", ""),
-        "facts": {one.subject: [one.promised, one.found, one.state] for one in report.findings},
-        **({"faults": [str(fault) for fault in report.faults]} if report.faults else {}),
-        **({"not_observed": {one.subject: one.unseen for one in report.unseen}} if report.unseen else {}),
-    }
 
 
 def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -238,7 +226,6 @@ def _kept(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def earlier(folder: Path) -> list[dict[str, Any]]:
     """The audits that a run left in `folder`; empty if there are none that can be read."""
-    try:
+    with suppress(BadValue):
         return read_history(folder)
-    except BadValue:
-        return []
+    return []

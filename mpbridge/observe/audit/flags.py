@@ -17,8 +17,8 @@ from mpbridge.precision.sync.plan import plan, show
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """The torch optimizers inside megatron-core's wrappers (ChainedOptimizer, DistributedOptimizer ...), or the optimizer itself."""
-    chained = parts(optimizer)
+    """The torch optimizers in a list or inside wrappers (megatron-core's, accelerate's, Fabric's, DeepSpeed's), or the optimizer itself."""
+    chained = list(optimizer) if isinstance(optimizer, (list, tuple)) else parts(optimizer)
     if chained != [optimizer]:
         return [inner for one in chained for inner in inner_optimizers(one)]
     inner = getattr(optimizer, "optimizer", None)
@@ -90,6 +90,13 @@ def different(engine: Any) -> tuple[int, list[str]]:
         for found in reduced(run.policy).values()
     )
     return looked + 1, [*wrong, *_kept(run, objects), *products]
+
+
+def flags_of(engine: Any, promises: Promises) -> tuple[int, list[str]]:
+    """(number of flags read, those that contradict the promises) of the configs, the optimizers and the loss scaler."""
+    looked, wrong = different(engine)
+    more, contradictions = optimizer_faults(engine, promises)
+    return looked + more, wrong + contradictions + scaler_faults(engine, promises.policy.loss_scale)
 
 
 def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:

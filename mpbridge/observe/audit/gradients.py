@@ -6,14 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpbridge.numerics.observation.tensors import sample
 from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.holdings import answer, holdings
-from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
 
 _EXACT = 3e-5
@@ -51,7 +50,10 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
     roots = sum(watch.roots) if watch.roots else None
     apart = _with_my_experts(engine)
     seen = Followed(group=data_parallel(engine), experts=apart, roots=roots, loss=loss, tokens=tokens)
-    alone, shared = is_alone(engine), _shared(engine)
+    # a matrix that several modules read gets gradients from all of them
+    modules = (module for chunk in engine.model for module in chunk.modules())
+    times = Counter(id(one) for module in modules for one in module._parameters.values() if one is not None)
+    alone, marks = is_alone(engine), ("shared_embedding", "is_embedding_or_output_parameter")
     fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
     foreign = bool(getattr(engine, "foreign", False))
     optimizers: dict[int, int] = {}
@@ -59,8 +61,9 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
         if held.rests:
             continue
         path, _, last = held.name.rpartition(".")
-        # a matrix that several modules read gets gradients from all of them, and an expert's factor is its own
-        tied = id(held.parameter) in shared or _tied(held.parameter, path, engine)
+        lent = bool(engine.run.facts.shape.tied) or any(getattr(held.parameter, mark, False) for mark in marks)
+        tied = times[id(held.parameter)] > 1 or (lent and path.endswith(("output_layer", "word_embeddings")))
+        # an expert's factor is its own
         linear = last == "weight" and ".experts." not in held.name and not tied
         produced = watch.products.gradients.get(path) if linear else None
         if produced is None and alone and not (fused and held.parameter.dim() > 1):
@@ -76,13 +79,6 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
         elif grad is not None:
             seen.read[held.name] = sample(grad, held.begin, held.whole)
     return seen
-
-
-def _shared(engine: Any) -> set[int]:
-    """Parameters, by identity, that more than one module holds."""
-    modules = (module for chunk in engine.model for module in chunk.modules())
-    times = Counter(id(one) for module in modules for one in module._parameters.values() if one is not None)
-    return {which for which, many in times.items() if many > 1}
 
 
 def is_alone(engine: Any) -> bool:
@@ -106,20 +102,16 @@ def _with_my_experts(engine: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(state.get_expert_data_parallel_group()))
 
 
-def _tied(parameter: Any, path: str, engine: Any) -> bool:
-    marks = ("shared_embedding", "is_embedding_or_output_parameter")
-    shared = bool(engine.run.facts.shape.tied) or any(getattr(parameter, mark, False) for mark in marks)
-    return path.endswith(("output_layer", "word_embeddings")) and shared
-
-
 def data_parallel(engine: Any) -> tuple[int, ...]:
     """Global ranks that average gradients with this one; only this one without a process group."""
+    own: Callable[[], tuple[int, ...]] = answer(engine, "audit_ranks") or core_ranks
+    return own()
+
+
+def core_ranks() -> tuple[int, ...]:
+    """megatron-core's data-parallel group, including context-parallel ranks; all ranks where it has none."""
     import torch.distributed as dist
 
-    own = answer(engine, "audit_ranks")
-    if own is not None:
-        found: tuple[int, ...] = own()
-        return found
     if not dist.is_initialized():
         return (0,)
     from megatron.core import parallel_state
@@ -131,7 +123,6 @@ def data_parallel(engine: Any) -> tuple[int, ...]:
 
 def gradient_findings(
     ranks: Sequence[Followed],
-    promises: Promises,
     *,
     scale: float,
     norm: float,
@@ -197,13 +188,8 @@ _CLIPPED, _LEAST = 2.0**-7.5, 1e-4
 
 def _vanished(ranks: Sequence[Followed], factor: float) -> list[str]:
     """Gradients that were clipped while they were still multiplied by a loss scale: their norm, estimated from the samples, is that limit divided by the scale."""
-    squares = {
-        name: sum(value * value for value in values.values()) / len(values) * rank.sizes.get(name, 0)
-        for rank in ranks
-        for name, values in rank.read.items()
-        if values
-    }
-    norm = math.sqrt(sum(squares.values()))
+    read = {name: (rank.sizes.get(name, 0), values) for rank in ranks for name, values in rank.read.items() if values}
+    norm = math.sqrt(sum(size / len(values) * sum(v * v for v in values.values()) for size, values in read.values()))
     if not (0.0 < factor < _CLIPPED and 0.0 < norm < _LEAST):
         return []
     what = f"{factor:.2g} times their expected value and of a norm of about {norm:.2g}"
@@ -259,9 +245,10 @@ def _clipped(
 
 def _judged_gradients(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple[str, float, str]]:
     """(parameter, factor found, what is wrong with it) of every gradient that this rank's optimizer read."""
-    group = [ranks[other] for other in rank.group]
+    over = len(rank.group)
     for name, values in rank.read.items():
-        expected = _mean(name, values, [ranks[other] for other in _sources(rank, name)], len(group))
+        made = [ranks[other].produced.get(name, {}) for other in _sources(rank, name)]
+        expected = {where: sum(one.get(where, 0.0) for one in made) / over for where in values}
         compared = _compare(values, expected)
         if compared is None:
             continue
@@ -275,9 +262,9 @@ def _judged_gradients(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> It
         if not rest <= aim.tolerance:  # also true for NaN
             text = "not finite" if math.isnan(rest) else "differs from what its backward pass produced"
         elif aim.factor is not None and abs(ratio / aim.factor - 1) > aim.tolerance:
-            text = _words(ratio / aim.factor, aim.scale, len(group))
+            text = _words(ratio / aim.factor, aim.scale, over)
         elif aim.most is not None and ratio > aim.most * (1 + aim.tolerance):
-            text = _words(ratio / aim.most, aim.scale, len(group))
+            text = _words(ratio / aim.most, aim.scale, over)
         elif aim.most is not None and _is_a_scale(ratio / aim.most, min(aim.tolerance, 1e-3)):
             text = f"{ratio / aim.most:.6g} times its expected value: divided by a loss scale that the loss was not multiplied by"
         elif aim.factor is None and ratio < 0:
@@ -287,9 +274,7 @@ def _judged_gradients(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> It
 
 def _is_a_scale(ratio: float, tolerance: float) -> bool:
     """Whether a factor is a power of two that clipping hardly ever gives: 2**-8 or less, as loss scales are."""
-    if not 0.0 < ratio < 2.0**-7.5:
-        return False
-    return abs(ratio / 2.0 ** round(math.log2(ratio)) - 1) <= tolerance
+    return 0.0 < ratio < _CLIPPED and abs(ratio / 2.0 ** round(math.log2(ratio)) - 1) <= tolerance
 
 
 def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:
@@ -302,10 +287,6 @@ def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:
 def _sources(rank: Followed, name: str) -> tuple[int, ...]:
     """The ranks that produce this rank's gradient of a parameter."""
     return rank.experts if rank.experts and ".experts." in name else rank.group
-
-
-def _mean(name: str, values: Mapping[int, float], sources: Sequence[Followed], over: int) -> dict[int, float]:
-    return {where: sum(rank.produced.get(name, {}).get(where, 0.0) for rank in sources) / over for where in values}
 
 
 def _compare(found: Mapping[int, float], expected: Mapping[int, float]) -> tuple[float, float] | None:

@@ -141,45 +141,31 @@ def holdings(engine: Any) -> list[Held]:
     return list(_megatron(engine))
 
 
-def _groups(inner: Any) -> dict[int, dict[str, Any]]:
+def groups_of(inner: Any) -> dict[int, dict[str, Any]]:
+    """Tensor, by identity -> its group in a torch optimizer."""
     return {id(parameter): group for group in inner.param_groups for parameter in group["params"]}
 
 
 def _megatron(engine: Any) -> Iterator[Held]:
     found: dict[int, Held] = {}
     for part in parts(engine.optimizer):
-        groups = _groups(part.optimizer)
+        groups = groups_of(part.optimizer)
         for parameter, updated in main_weights(part):
-            begin, own = _range(part, parameter, updated)
-            found[id(parameter)] = Held(
-                name="",
-                parameter=parameter,
-                part=own,
-                updated=updated,
-                begin=begin,
-                inner=part.optimizer,
-                group=groups.get(id(updated)),
-                state=part.optimizer.state.get(updated, {}),
-            )
+            # weights in a quantized format have no elements that could be read
+            flat = parameter.detach().view(-1) if type(parameter) in (torch.Tensor, torch.nn.Parameter) else None
+            begin, end = shard_of(part, parameter) or (0, None)
+            own, inner = None if flat is None else flat[begin:end], part.optimizer
+            group, state = groups.get(id(updated)), inner.state.get(updated, {})
+            found[id(parameter)] = Held("", parameter, own, updated, begin, inner, group, state=state)
     for name, parameter in engine.named_parameters():
         held = found.get(id(parameter), Held(name=name, parameter=parameter))
         held.name = name
         yield held
 
 
-def _range(part: Any, parameter: Any, updated: Any) -> tuple[int, torch.Tensor | None]:
-    """(first element, the parameter's own elements) of the part that `updated` updates; the elements are None for weights in a quantized format."""
-    plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
-    flat = parameter.detach().view(-1) if plain else None
-    where = shard_of(part, parameter)
-    if where is None:
-        return 0, flat
-    return where[0], None if flat is None else flat[where[0] : where[1]]
-
-
 def _sharded(engine: Any) -> Iterator[Held]:
     optimizer = engine.optimizer
-    held_by = {key: (inner, group) for inner in optimizer.parts for key, group in _groups(inner).items()}
+    held_by = {key: (inner, group) for inner in optimizer.parts for key, group in groups_of(inner).items()}
     resting = _resting(engine)
     for name, parameter in optimizer.names.items():
         shard = optimizer.shards.get(name)
@@ -188,17 +174,9 @@ def _sharded(engine: Any) -> Iterator[Held]:
             continue
         inner, group = held_by.get(id(shard), (optimizer.parts[0], None))
         begin = optimizer.offset(name, parameter)[0] * row_of(parameter)
-        own = resting[name] if name in resting else shard.detach()
-        yield Held(
-            name=name,
-            parameter=parameter,
-            part=own.reshape(-1),
-            updated=shard,
-            begin=begin,
-            inner=inner,
-            group=group,
-            state=dict(optimizer.state_of(name)) if group is not None else dict(inner.state.get(shard, {})),
-        )
+        own = (resting[name] if name in resting else shard.detach()).reshape(-1)
+        state = optimizer.state_of(name) if group is not None else inner.state.get(shard, {})
+        yield Held(name, parameter, own, shard, begin, inner, group, state=dict(state))
 
 
 def row_of(parameter: Any) -> int:

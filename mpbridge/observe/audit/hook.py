@@ -9,20 +9,11 @@ from typing import Any, Literal
 
 from mpbridge.backend.devices.collectives import agreed, from_all, rank
 from mpbridge.common.errors import AuditFailed
+from mpbridge.common.report.curves import PRECISION
 from mpbridge.observe.audit.between import AsRead, Cadence, Shape, broken, fingerprint
 from mpbridge.observe.audit.compute import unread
 from mpbridge.observe.audit.examine import audit, facts_of, promises_of
-from mpbridge.observe.audit.findings import (
-    PRECISION,
-    Finding,
-    Report,
-    audit_table,
-    earlier,
-    entry,
-    fault_lines,
-    judged,
-    write_section,
-)
+from mpbridge.observe.audit.findings import Finding, Report, audit_table, earlier, fault_lines, judged, write_section
 from mpbridge.observe.audit.flags import ScaleRule, Updates, scaler_of
 from mpbridge.observe.audit.judge import weight_findings
 from mpbridge.observe.audit.library import scales_of
@@ -98,16 +89,19 @@ class AuditHook:
         self._conclude(training, audit(engine.run.policy, engine, stage="static"), "before the first step")
 
     def started(self, training: Any) -> None:
-        """Runs after loading: replicas must be equal before they train."""
+        """Runs after loading: replicas must be equal before they train, and a new run starts with the promised loss scale."""
         engine, step = training.engine, _iteration(training, self.step)
         if step and not self._proved:
             self.cadence.ask("resumed")
             self.history = [one for one in self._earlier if one.get("step", 0) <= step] + self.history
         self.step, self._updates, self._last, self._left, self._scales = step, Updates(), None, None, {}
         self._follow_scale(engine)
-        found = self._first_scale(engine) if not step else []
-        found += replica_findings(from_all(copies(engine)))
-        if found and not all(one.ok for one in found):
+        found = replica_findings(from_all(copies(engine)))
+        promised, scale = engine.run.policy.loss_scale, float(engine.optimizer.get_loss_scale())
+        if not step and promised is not None and promised.dynamic and scale != promised.initial:
+            meant = f"{promised.initial:g} at first"
+            found = [Finding(subject="loss scale", promised=meant, found=f"{scale:g}", ok=False), *found]
+        if not all(one.ok for one in found):
             self._conclude(training, self._small_report(engine, found), "before the first step")
         self._write()  # the loop may have written a fresh precision.json since the static audit
 
@@ -162,9 +156,10 @@ class AuditHook:
         if not self._proves(result):
             self.seconds += extra
             return
-        engine = training.engine
+        engine, train = training.engine, training.engine.run.train
         seen: dict[str, Any] = {"watch": watch, "before": before, "result": result}
-        micro = _microbatches(training, engine)
+        share = int(train["global_batch_size"]) // int(engine.run.facts.parallel.data)
+        micro = max(1, share // int(train["micro_batch_size"] or share))
         report = audit(engine.run.policy, engine, stage="live", **seen, microbatches=micro, step=self.step)
         if agreed(len(miscounted := self._updates.faults(engine))):
             wrong = judged("invariants", "hold", from_all(miscounted), found="broken")
@@ -215,16 +210,6 @@ class AuditHook:
         follows = promised is not None and promised.dynamic and scaler_of(engine) is not None
         self._rule = ScaleRule(engine, promised) if follows else None
 
-    def _first_scale(self, engine: Any) -> list[Finding]:
-        """A new run must start with the promised loss scale."""
-        promised = engine.run.policy.loss_scale
-        if promised is None or not promised.dynamic:
-            return []
-        scale = float(engine.optimizer.get_loss_scale())
-        if scale == promised.initial:
-            return []
-        return [Finding(subject="loss scale", promised=f"{promised.initial:g} at first", found=f"{scale:g}", ok=False)]
-
     def _scale_goes_on(self, training: Any, result: Any) -> None:
         if self._rule is None:
             return
@@ -262,7 +247,7 @@ class AuditHook:
         first = report.stage not in self.reports
         if whole or report.stage == "static" or not report.ok:
             self.reports[report.stage] = report
-        self.history.append(entry(report, reason=reason, step=self.step))
+        self.history.append(report.in_short(reason=reason, step=self.step))
         self.seconds += report.seconds
         self._proved |= whole
         if report.stage == "live":
@@ -320,12 +305,6 @@ class AuditHook:
 def _iteration(training: Any, otherwise: int) -> int:
     counters = getattr(training, "counters", None)
     return otherwise if counters is None else int(counters.iteration)
-
-
-def _microbatches(training: Any, engine: Any) -> int:
-    train = engine.run.train
-    share = int(train["global_batch_size"]) // int(engine.run.facts.parallel.data)
-    return max(1, share // int(train["micro_batch_size"] or share))
 
 
 def _mark(training: Any, state: str) -> None:

@@ -39,10 +39,10 @@ def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool
                 # buffers that no recipe decides: each is named with the dtype in which it lives, so that none is taken for kept in FP32
                 kinds = (f"{kind}: {', '.join(sorted(tally.unpromised))}" for (_, kind), tally in sorted(named.items()))
                 findings.append(judged("other buffers", "-", [], seen="; ".join(kinds), **_sizes(named)))
-    if live:
+    if live and "main_params" not in {key[0] for key in together}:
         trained = {name for rank in ranks for name in rank.weights.trainable}
         apart = {name for name in trained if promises.of("main_params", name) != ABSENT}
-        findings += _missing({key[0] for key in together}, promises, own=bool(trained) and not apart)
+        findings.append(_no_main_weights(promises, own=bool(trained) and not apart))
     return findings
 
 
@@ -60,30 +60,22 @@ def _sizes(tallies: dict[tuple[str, str], Tally]) -> dict[str, Any]:
     return {name: sum(getattr(tally, name) for tally in tallies.values()) for name in ("count", "bytes")}
 
 
-def _missing(roles: set[str], promises: Promises, *, own: bool) -> list[Finding]:
-    """Roles that must exist after an update but do not. An optimizer without moments (SGD) has none to check. own: all that trains is its own main weight."""
-    owner = "params" if own else promises.owner
-    if "main_params" in roles:
-        return []
-    if owner == "params":
-        return [Finding(subject="main_params", promised=ABSENT, found=ABSENT, ok=True)]
+def _no_main_weights(promises: Promises, *, own: bool) -> Finding:
+    """There are none, which is right where parameters are their own. own: all that trains is its own main weight."""
+    if own or promises.owner == "params":
+        return Finding(subject="main_params", promised=ABSENT, found=ABSENT, ok=True)
     wide = promises.policy.main_params
-    wanted = f"{wide.short if wide else 'fp32'}, held by the {owner}"
+    wanted = f"{wide.short if wide else 'fp32'}, held by the {promises.owner}"
     cure = "updates are lost in the rounding of 16-bit parameters"
-    return [Finding(subject="main_params", promised=wanted, found=ABSENT, ok=False, cure=cure)]
+    return Finding(subject="main_params", promised=wanted, found=ABSENT, ok=False, cure=cure)
 
 
 def rule_findings(ranks: Sequence[Observed], promises: Promises, *, ran: bool) -> list[Finding]:
     """Which linears are quantized by which rule. Native modules do not know their recipe before their first forward pass."""
     pairs: Counter[tuple[str, str]] = Counter()
-    wrong: list[list[str]] = []
     for seen in ranks:
-        bad: list[str] = []
-        for (promised, found), paths in seen.rules.items():
-            pairs[promised, found] += len(paths)
-            if promised != found:
-                bad += paths
-        wrong.append(bad)
+        pairs.update({pair: len(paths) for pair, paths in seen.rules.items()})
+    wrong = [[path for pair, paths in seen.rules.items() if pair[0] != pair[1] for path in paths] for seen in ranks]
     if not pairs or (promises.policy.quantized and not ran and not promises.emulated):
         return []
     promised = _counts((promised, count) for (promised, _), count in pairs.items())
@@ -131,15 +123,9 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
 def _moved_finding(ranks: Sequence[Weights]) -> Finding:
     names = {name for rank in ranks for name in rank.trainable}
     moved_anywhere = {name for rank in ranks for name in rank.moved}
-    stuck = [
-        [
-            *rank.stuck,
-            *rank.frozen_rate,
-            *(f"{name}: update does not follow from its moments" for name in rank.otherwise),
-            *(f"{name}: restored after the update" for name in rank.undone),
-        ]
-        for rank in ranks
-    ]
+    kinds = {"otherwise": "update does not follow from its moments", "undone": "restored after the update"}
+    altered = [[f"{name}: {what}" for kind, what in kinds.items() for name in getattr(r, kind)] for r in ranks]
+    stuck = [[*rank.stuck, *rank.frozen_rate, *words] for rank, words in zip(ranks, altered, strict=True)]
     # a shard whose rows no token touched proves nothing: its parameter was reached on another rank
     reached = moved_anywhere | _names(rank.small for rank in ranks)
     unreached = [[name for name in rank.unreached if name not in reached] for rank in ranks]
@@ -189,71 +175,57 @@ def _bits_finding(ranks: Sequence[Weights]) -> Finding:
     return judged("bits of states", "as wide as their dtype", wrong, found=found, cure=cure, count=count)
 
 
-def _library(engine: Any, promises: Promises) -> bool:
+def _library(engine: Any) -> bool:
     """Whether Transformer Engine's modules compute: their GEMMs, norms and attention are calls into its own library."""
     homes = (type(module).__module__ for chunk in engine.model for module in chunk.modules())
     return any(home.startswith("transformer_engine") for home in homes)
 
 
-def _apex(engine: Any, promises: Promises) -> bool:
-    """Whether megatron-core's norms are Apex's kernels."""
-    return any(is_norm(module) and is_library(module) for chunk in engine.model for module in chunk.modules())
-
-
-def _fused_accumulation(engine: Any, promises: Promises) -> bool:
+def _fused_accumulation(engine: Any) -> bool:
     return bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
 
 
-def _beside_kernels(engine: Any, promises: Promises) -> bool:
+def _beside_kernels(engine: Any) -> bool:
     """Whether neither a linear's GEMM nor autograd shows what the optimizer should read."""
-    return (_library(engine, promises) or _fused_accumulation(engine, promises)) and not is_alone(engine)
+    return (_library(engine) or _fused_accumulation(engine)) and not is_alone(engine)
 
 
-def _fused_loss(engine: Any, promises: Promises) -> bool:
+def _fused_loss(engine: Any) -> bool:
     """Whether the cross entropy may be a fused kernel: the config says so, or leaves it open in a model with Transformer Engine's modules."""
     model = getattr(getattr(engine, "configs", None), "model", None)
     fused = getattr(model, "cross_entropy_loss_fusion", None)
     graphs = getattr(model, "cuda_graph_impl", None) not in (None, "none")
-    return bool(fused) or ((fused is None or graphs) and _library(engine, promises))
+    return bool(fused) or ((fused is None or graphs) and _library(engine))
 
 
-def _copied(engine: Any, promises: Promises) -> bool:
+def _copied(engine: Any) -> bool:
     """Whether gradients are copied into one buffer before they are sent, so that addresses do not identify them."""
     sharded = hasattr(engine.optimizer, "shards") or engine.run.facts.traits.layout != "buffers"
     return sharded and len(data_parallel(engine)) > 1
 
 
-def _summed(engine: Any, promises: Promises) -> bool:
+def _summed(engine: Any) -> bool:
     return bool(getattr(engine.configs.model, "calculate_per_token_loss", False))
-
-
-def _uncounted(engine: Any, promises: Promises) -> bool:
-    """Whether a foreign loop sums losses over tokens, whose count may not be visible."""
-    return promises.foreign and _summed(engine, promises)
-
-
-def _context(engine: Any, promises: Promises) -> bool:
-    return bool(engine.run.facts.parallel.context > 1)
 
 
 FACTOR = "factor of gradients"
 MATRICES = "gradients of matrices"
 _TE = "Transformer Engine computes it in its own library, bypassing torch's dispatcher; the inputs, outputs and state of its modules are checked"
 
-UNSEEN: tuple[tuple[str, Callable[[Any, Promises], bool], str], ...] = (
+UNSEEN: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((subject, _library, _TE) for subject in ("compute", "attention", "softmax", "norms", "quantized GEMMs")),
-    ("norms", _apex, "Apex's norm is one kernel"),
+    ("norms", lambda engine: any(is_norm(m) and is_library(m) for c in engine.model for m in c.modules()), "Apex's norm is one kernel"),
     ("gradients", _beside_kernels, "kernels of linears bypass torch's dispatcher, and other ranks add to what autograd delivers"),
     ("loss", _fused_loss, "a fused cross entropy is one kernel"),
     ("wire: which gradients", _copied, "they are copied into one buffer before they are sent: the number of elements is checked, and gradients of linear weights by value"),
-    (FACTOR, _context, "under context parallelism the schedule scales each chunk's loss: values are checked up to a common factor"),
-    (FACTOR, _uncounted, "calculate_per_token_loss is set and no token count was seen: values are checked up to a common factor"),
+    (FACTOR, lambda engine: engine.run.facts.parallel.context > 1, "under context parallelism the schedule scales each chunk's loss: values are checked up to a common factor"),
+    (FACTOR, lambda engine: bool(getattr(engine, "foreign", False)) and _summed(engine), "calculate_per_token_loss is set and no token count was seen: values are checked up to a common factor"),
     ("loss scale", _summed, "calculate_per_token_loss is set: backward starts at sums over tokens, the report has means over micro-batches"),
     (MATRICES, _fused_accumulation, "gradient_accumulation_fusion adds weight gradients to their buffer inside one kernel"),
 )  # fmt: skip
 """(fact, when it leaves no evidence in a run, why)."""
 
 
-def why_unseen(engine: Any, promises: Promises, subject: str) -> str:
+def why_unseen(engine: Any, subject: str) -> str:
     """The reason; '' if the fact can be observed."""
-    return next((why for fact, when, why in UNSEEN if fact == subject and when(engine, promises)), "")
+    return next((why for fact, when, why in UNSEEN if fact == subject and when(engine)), "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from mpbridge.common.formats import say
 from mpbridge.numerics.observation.modules import linears
 from mpbridge.numerics.observation.tensors import elements, size, storage
 from mpbridge.observe.audit.compute import Computed, computed
-from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_faults
+from mpbridge.observe.audit.flags import flags_of
 from mpbridge.observe.audit.gradients import Followed, followed
 from mpbridge.observe.audit.holdings import answer
 from mpbridge.observe.audit.operands import asked
@@ -69,7 +69,7 @@ def recipe_of(module: Any) -> Any:
 def details(module: Any, quant: Quant) -> tuple[str, str]:
     """(promised, found) in words, of a module's quantizers and of the details of its recipe object other than class and format; equal if they agree."""
     recipe = recipe_of(module)
-    pairs = [(name, wanted, _DETAILS[attribute](recipe)) for name, wanted, attribute in _wanted(quant)]
+    pairs = [(name, wanted, _detail(recipe, attribute)) for name, wanted, attribute in _wanted(quant)]
     pairs += _elements(module, quant)
     return _apart((name, say(wanted), say(has)) for name, wanted, has in pairs if has not in (None, wanted))
 
@@ -108,45 +108,33 @@ _ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"
 
 
 def _wanted(quant: Quant) -> Iterator[tuple[str, Any, str]]:
-    """(name, value, row of _DETAILS) of what the policy specifies."""
+    """(name, value, what `_detail` calls it) of what the policy specifies."""
     if quant.row.history:
         yield "margin", quant.margin, "margin"
         yield "amax history", quant.amax_history, "amax_history_len"
         yield "amax algorithm", quant.amax_algo, "amax_compute_algo"
     for option in quant.row.options:
-        if option.name in _DETAILS:
+        if option.name in ("power_of_two", *_DISABLES):
             yield option.name, quant.option(option.name, os.environ), option.name
 
 
-def _powers_of_two(recipe: Any) -> Any:
-    parts = [getattr(recipe, f"fp8_quant_{part}", None) for part in ("fwd_inp", "fwd_weight", "bwd_grad")]
-    found = {bool(part.power_2_scale) for part in parts if part is not None}
-    return "mixed" if len(found) > 1 else next(iter(found), None)
+def _detail(recipe: Any, name: str) -> Any:
+    """A field or option in a Transformer Engine recipe object (common/recipe/__init__.py); None: it has no such field."""
+    if name == "power_of_two":
+        parts = [getattr(recipe, f"fp8_quant_{part}", None) for part in ("fwd_inp", "fwd_weight", "bwd_grad")]
+        found = {bool(part.power_2_scale) for part in parts if part is not None}
+        return "mixed" if len(found) > 1 else next(iter(found), None)
+    off = getattr(recipe, _DISABLES.get(name, ""), None)
+    return not off if off is not None else getattr(recipe, _ENABLES.get(name, name), None)
 
 
-def _attribute(name: str) -> Callable[[Any], Any]:
-    return lambda recipe: getattr(recipe, name, None)
-
-
-def _not(name: str) -> Callable[[Any], Any]:
-    return lambda recipe: None if getattr(recipe, name, None) is None else not getattr(recipe, name)
-
-
-def _squares(recipe: Any) -> Any:
-    way = _not("disable_2d_quantization") if hasattr(recipe, "disable_2d_quantization") else None
-    return (way or _attribute("enable_2d_quantization"))(recipe)
-
-
-_DETAILS: dict[str, Callable[[Any], Any]] = {
-    "margin": _attribute("margin"),
-    "amax_history_len": _attribute("amax_history_len"),
-    "amax_compute_algo": _attribute("amax_compute_algo"),
-    "power_of_two": _powers_of_two,
-    "hadamard": _not("disable_rht"),
-    "stochastic_rounding": _not("disable_stochastic_rounding"),
-    "square_weights": _squares,
+_DISABLES = {
+    "hadamard": "disable_rht",
+    "stochastic_rounding": "disable_stochastic_rounding",
+    "square_weights": "disable_2d_quantization",
 }
-"""Field or option -> its value in a Transformer Engine recipe object (common/recipe/__init__.py); None: the object has no such field."""
+_ENABLES = {"square_weights": "enable_2d_quantization"}
+"""Option -> the field that switches it off, or on."""
 
 
 ONCE = ("main_params", "exp_avg", "exp_avg_sq")
@@ -197,7 +185,7 @@ def look(
 ) -> Observed:
     """Everything this rank can see now; with `watch`, what the last step did; with `before`, what its update changed. Read-only."""
     own = answer(engine, "audit_flags")
-    seen = Observed(flags=_flags(engine, promises) if own is None else own(promises))
+    seen = Observed(flags=flags_of(engine, promises) if own is None else own(promises))
     roles_into(seen, promises, list(engine.tensors()))
     for path, module in linears(engine.model).items():
         key = _rule(promises, path, module, ran=watch is not None)
@@ -284,12 +272,6 @@ def _quantizer_text(quantizer: Any) -> str:
 _SQUARE = " in square blocks"
 _QUANTIZERS = {"IdentityQuantizer": HIGH} | {row.quantizer: row.name for row in SCALINGS.values() if row.quantizer}
 """Class of Transformer Engine's quantizers -> its scaling."""
-
-
-def _flags(engine: Any, promises: Promises) -> tuple[int, list[str]]:
-    looked, wrong = different(engine)
-    more, contradictions = optimizer_faults(engine, promises)
-    return looked + more, wrong + contradictions + scaler_faults(engine, promises.policy.loss_scale)
 
 
 def roles_into(seen: Observed, promises: Promises, live: list[Any]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -128,23 +128,14 @@ def _is_gathered(held: Held) -> bool:
     return mode != "blockwise" and getattr(held.updated, "partition_dim", -1) != -1
 
 
-class Earlier(Protocol):
-    """What `snapshot.Before` keeps of a step's beginning, by parameter."""
-
-    whole: dict[str, torch.Tensor]
-    """As `matrices_before`."""
-    rates: dict[str, float]
-    decays: dict[str, float]
-
-
 def trains(inner: Any) -> str:
     """Value of optimizer.optimizer for an optimizer that may train hidden matrices, by its class's name; "adam" for any other."""
     name = type(inner).__name__.lower()
     return next((kind for kind in BESIDE_ADAM if kind in name), "adam")
 
 
-def orthogonal(engine: Any, promises: Promises, before: Earlier) -> Orthogonal:
-    """What this rank sees; a collective, which every rank calls. before: from before the update."""
+def orthogonal(engine: Any, promises: Promises, before: Any) -> Orthogonal:
+    """What this rank sees; a collective, which every rank calls. before: a snapshot.Before of the update."""
     word = engine.configs.optimizer.muon_fp32_matmul_prec
     found = Orthogonal(promised=WORDS.get(word, str(word)))
     found.planned = found.planned if engine.run.facts.optimizer.name in MUONS else engine.run.facts.optimizer.name
@@ -169,7 +160,7 @@ def orthogonal(engine: Any, promises: Promises, before: Earlier) -> Orthogonal:
     return found
 
 
-def _apart(engine: Any, one: Hidden, before: Earlier, seen: Orthogonal) -> dict[str, float] | None:
+def _apart(engine: Any, one: Hidden, before: Any, seen: Orthogonal) -> dict[str, float] | None:
     """Format -> relative distance of a matrix's update from its replay; None on a rank without rows or where no gradient was read. What is left of its
     weight decay goes into `seen`."""
     from mpbridge.backend.engines.muon import ShardMuon, parts_of, split_of

@@ -6,7 +6,7 @@ And the gradients that autograd delivers to parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,17 +106,13 @@ class Arrivals:
         if not (parameter.requires_grad and torch.is_grad_enabled()) or self._asked.get(name) is parameter:
             return
         self._asked[name] = parameter
-        self._handles.append(parameter.register_hook(self._look(name, parameter.shape)))
+        self._handles.append(parameter.register_hook(partial(self._look, name, parameter.shape)))
 
-    def _look(self, name: str, shape: torch.Size) -> Callable[[torch.Tensor], None]:
-        def look(gradient: torch.Tensor) -> None:
-            if gradient.shape != shape or gradient.is_sparse:
-                return
+    def _look(self, name: str, shape: torch.Size, gradient: torch.Tensor) -> None:
+        if gradient.shape == shape and not gradient.is_sparse:
             found = self.gradients.setdefault(name, {})
             for where, value in sample(gradient, 0, gradient.numel()).items():
                 found[where] = found.get(where, 0.0) + value
-
-        return look
 
     def forget(self) -> None:
         """Removes every hook."""

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from mpbridge.precision.policy import Gemms, Quant
 
 _ROWS = 64
 """Number of neighbouring tokens whose inputs are kept until backward, to compare the copy that wgrad reads."""
+_Source = tuple[torch.Tensor, float, int]
+"""An operand's tensor in high precision, or rows of it; the whole tensor's largest element; the first row's index."""
 _DETACHED = "values from which no gradient reaches the embedding"
 
 
@@ -71,7 +74,6 @@ class Products:
         """Linears whose FP32 output gradients all had 10 or fewer mantissa bits."""
         self._reached: set[str] = set()
         """Tied linears of which a call sends gradients to the embedding."""
-        self._wanted: dict[str, bool] = {}
         self._tokens: dict[str, int] = {}
         self._backward: Counter[tuple[str, str]] = Counter()
         """(linear, 'dgrad' or 'wgrad') -> number so far, quantized or not."""
@@ -79,9 +81,8 @@ class Products:
         self._dy: dict[str, torch.Tensor] = {}
         self._x: dict[str, torch.Tensor] = {}
         """Linear -> its input in the forward pass."""
-        self._xs: dict[str, deque[tuple[torch.Tensor, float, int]]] = defaultdict(deque)
-        """Linear -> (rows, largest element, first row's index) of its input, for every micro-batch whose backward pass is pending."""
-
+        self._xs: dict[str, deque[_Source]] = defaultdict(deque)
+        """Linear -> rows of its input, for every micro-batch whose backward pass is pending."""
         self._largest: dict[tuple[str, str], float] = {}
         """(linear, 'x', 'dy' or 'w') -> largest element of that tensor."""
 
@@ -93,7 +94,6 @@ class Products:
     # --- forward -------------------------------------------------------------------------------------------------------------------------
     def enters(self, path: str, source: torch.Tensor) -> None:
         """Marks the start of a linear's forward pass with this input."""
-        self._wanted[path] = torch.is_grad_enabled()  # cannot be determined later, inside an autograd function
         quants = self._quants(path)
         if not quants:
             self.passing.enters(path, source)
@@ -102,20 +102,17 @@ class Products:
         self._x[path] = source.detach().reshape(-1, source.shape[-1])
         if source.numel():
             self._largest[path, "x"] = largest = float(self._x[path].abs().amax())
-            if self._wanted[path]:
-                self._xs[path].append(self._kept_rows(path))
+            if torch.is_grad_enabled():
+                # rows drawn anew in each audit
+                x, draw = self._x[path], random.Random(self.seed + len(self._xs[path]))
+                first = draw.randrange(-(-x.shape[0] // _ROWS)) * _ROWS
+                self._xs[path].append((x[first : first + _ROWS].clone(), largest, first))
             seen = self.quantized.setdefault(path, Quantized())
             if history:
                 seen.amax["x"] = largest
         # a forward pass recomputed during backward does not end an interval
         if history and path in self.quantized and torch._C._current_autograd_node() is None:
             self.quantized[path].note_leaving(self.modules.get(path), "x")
-
-    def _kept_rows(self, path: str) -> tuple[torch.Tensor, float, int]:
-        """Rows of a linear's input, drawn anew in each audit: (rows, the whole input's largest element, index of the first)."""
-        whole = self._x[path]
-        first = random.Random(self.seed + len(self._xs[path])).randrange(-(-whole.shape[0] // _ROWS)) * _ROWS
-        return whole[first : first + _ROWS].clone(), self._largest[path, "x"], first
 
     def leaves(self, path: str, nodes: list[Any]) -> None:
         """Marks the end of a linear's forward pass; `nodes` of the graph belong to it."""
@@ -124,30 +121,24 @@ class Products:
         self._x.pop(path, None)
         for node in nodes:
             if node.name() == "QuantizedLinearBackward":
-                node.register_prehook(self._gradient(path))
-                node.register_hook(self._made(path))
+                node.register_prehook(partial(self._arrives, path))
+                node.register_hook(partial(self._made, path))
 
-    def _gradient(self, path: str) -> Callable[[Any], None]:
-        def look(grads: Any) -> None:
-            if grads[0] is not None:
-                self._dy[path] = grads[0].detach().reshape(-1, grads[0].shape[-1])
-                seen = self.quantized.get(path)
-                if seen is None:
-                    return
-                seen.note_leaving(self.modules.get(path), "dy")
-                if self._dy[path].numel():
-                    seen.amax["dy"] = self._largest[path, "dy"] = float(self._dy[path].abs().amax())
+    def _arrives(self, path: str, grads: Any) -> None:
+        """Records the gradient of an emulated linear's result."""
+        if grads[0] is None:
+            return
+        self._dy[path] = grads[0].detach().reshape(-1, grads[0].shape[-1])
+        seen = self.quantized.get(path)
+        if seen is not None:
+            seen.note_leaving(self.modules.get(path), "dy")
+            if self._dy[path].numel():
+                seen.amax["dy"] = self._largest[path, "dy"] = float(self._dy[path].abs().amax())
 
-        return look
-
-    def _made(self, path: str) -> Callable[[Any, Any], None]:
-        """Records the weight gradient that an emulated linear returns: its GEMM's result times a factor, rounded to the weight's dtype."""
-
-        def look(made: Any, grads: Any) -> None:
-            if len(made) > 1 and made[1] is not None:
-                self._follow(path, made[1].shape, made[1].detach())
-
-        return look
+    def _made(self, path: str, made: Any, grads: Any) -> None:
+        """Records the weight gradient that it returns: its GEMM's result times a factor, rounded to the weight's dtype."""
+        if len(made) > 1 and made[1] is not None:
+            self._follow(path, made[1].shape, made[1].detach())
 
     def forward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         """Records a two-dimensional product in the forward pass of `path`."""
@@ -272,29 +263,17 @@ class Products:
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
             elif found is None:
                 continue
-            elif what := self._strange(role, name, quant, lines, *found, patch=patch, seed=seed):
+            elif what := self._strange(role, name, quant, lines, found, patch, seed):
                 seen.bad.setdefault(f"{role} {name}", what)
             elif (role, name, quant.bits) == ("dgrad", "dy", 4) and found[0].shape == lines.shape and not seen.strays:
                 # NVFP4 promises stochastic rounding of gradients
                 seen.strays = operands.strays(part, patch.of(found[0]), found[1])
 
     def _strange(
-        self,
-        role: str,
-        name: str,
-        quant: Quant,
-        lines: torch.Tensor,
-        source: torch.Tensor,
-        largest: float,
-        first: int,
-        *,
-        patch: operands.Patch,
-        seed: int,
+        self, role: str, name: str, quant: Quant, lines: torch.Tensor, of: _Source, patch: operands.Patch, seed: int
     ) -> str:
-        """'' if an operand is its source tensor, rounded once, or what it is not.
-
-        lines: the operand with the contraction along the columns. source: its tensor as stored, or its tokens from `first` on; largest: the tensor's largest element.
-        """
+        """'' if an operand is its source tensor, rounded once, or what it is not. lines: the operand with the contraction along the columns."""
+        source, largest, first = of
         turned = role == "wgrad"
         source = source.t() if turned or (role, name) == ("dgrad", "w") else source
         if (role, name) == ("wgrad", "x"):
@@ -314,19 +293,18 @@ class Products:
     def _is_rounded(
         self, lines: torch.Tensor, source: torch.Tensor, largest: float, quant: Quant, name: str, *, turned: bool
     ) -> bool:
-        block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
-        row = block is not None and block.across == 1 and block.along and not turned and name != "w"
         number = FORMATS[quant.element(gradient=name == "dy")]
         if quant.row.per_tensor:
             return operands.is_rounded_with(lines, source, number, amax=largest, current=not quant.row.history)
-        along = block.along if row and block is not None else None
+        block = None if turned or name == "w" or quant.row.blocks is None else quant.row.blocks[0]
+        along = block.along or None if block is not None and block.across == 1 else None
         if not operands.is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4):
             return False
         across = operands.across_of(quant, name)
         return not operands.is_nearest(quant, name) or operands.is_nearest_e2m1(lines, source, across=across)
 
-    def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float, int] | None:
-        """(the tensor in high precision, or rows of it; its largest element; the first row's index); None if it is not available."""
+    def _source(self, path: str, role: str, name: str) -> _Source | None:
+        """What an operand was made of; None if it is not available."""
         if (role, name) == ("wgrad", "x"):
             return self._xs[path].popleft() if self._xs[path] else None
         weight = getattr(self.modules.get(path), "weight", None)

@@ -95,7 +95,9 @@ class Promises:
         """The dtype that a parameter is stored in; UINT8 in low precision."""
         if self.kept_fp32(parameter):
             return DType.FP32
-        linear = is_weight(parameter) and not any(word in parameter for word in NO_LINEARS)
+        # 'weight', or 'weight0' and on in a grouped linear
+        weight = re.fullmatch(r"weight\d*", parameter.rpartition(".")[2])
+        linear = weight and not any(word in parameter for word in NO_LINEARS)
         quant = self.quant(parameter.rpartition(".")[0]) if linear and not self.emulated else None
         return DType.UINT8 if quant is not None and quant.stored else self.policy.params
 
@@ -103,8 +105,3 @@ class Promises:
         rests = self.rests(parameter)
         quant = self.quant(parameter.rpartition(".")[0]) if rests is DType.UINT8 else None
         return rests.short if quant is None else quant.row.stored.tensor
-
-
-def is_weight(parameter: str) -> bool:
-    """Whether a parameter is a GEMM's weight by its name: 'weight', or 'weight0' and on in a grouped linear."""
-    return re.fullmatch(r"weight\d*", parameter.rpartition(".")[2]) is not None

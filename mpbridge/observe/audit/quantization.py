@@ -12,7 +12,7 @@ from mpbridge.numerics.observation.modules import linears
 from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.library import library_faults, scale_faults
 from mpbridge.observe.audit.operands import asked, backward_is_quantized
-from mpbridge.observe.audit.products import Quantized, has_trained_weight
+from mpbridge.observe.audit.products import has_trained_weight
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.precision.regions import GEMMS, Gemms, Quant
@@ -78,9 +78,15 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
             if got != wanted and not (gemm == "dgrad" and got == 0):
                 seen.wrong.append(f"{path}: {got} of {wanted} {gemm} GEMMs")
         for quant in gemms.distinct:
-            seen.wrong += _four_bits(path, quant, found)
-            if quant.row.history:
-                _scales(seen, path, quant, module, found)
+            if quant.bits == 4 and found.strays is not None and asked(quant, "stochastic_rounding"):
+                seen.wrong += _drawn(f"{path} dy", *found.strays)
+            scaled = scale_faults(path, quant, module, found.amax, found.left) if quant.row.history else ()
+            for where, newest, fault in scaled:
+                seen.scales += 1
+                seen.stale += [fault] if fault else []
+                name = where.rpartition(" ")[2]
+                if name in found.amax and not math.isnan(newest):
+                    seen.amaxes[where] = (newest, found.amax[name])
     return seen
 
 
@@ -91,28 +97,17 @@ def _reads_codes(gemms: Gemms, gemm: str) -> bool:
     return gemm == "fprop" or backward_is_quantized(quant)
 
 
-def _four_bits(path: str, quant: Quant, found: Quantized) -> list[str]:
-    if quant.bits != 4 or found.strays is None or not asked(quant, "stochastic_rounding"):
-        return []
-    share, drift = found.strays
+def _drawn(where: str, share: float, drift: float) -> list[str]:
+    """What is wrong with stochastic rounding. share, drift: `operands.strays`."""
     if share < _STRAYS:
-        return [f"{path} dy: rounded to nearest, promised stochastic rounding"]
-    what = f"{path} dy: rounded {'away from' if drift > 0 else 'towards'} zero on average, by {abs(drift):.0f} standard deviations, promised stochastic rounding"
-    return [what] if abs(drift) > _DRIFT else []
+        return [f"{where}: rounded to nearest, promised stochastic rounding"]
+    side = "away from" if drift > 0 else "towards"
+    what = f"{side} zero on average, by {abs(drift):.0f} standard deviations"
+    return [f"{where}: rounded {what}, promised stochastic rounding"] if abs(drift) > _DRIFT else []
 
 
-def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, found: Quantized) -> None:
-    for where, newest, fault in scale_faults(path, quant, module, found.amax, found.left):
-        seen.scales += 1
-        if fault:
-            seen.stale.append(fault)
-        name = where.rpartition(" ")[2]
-        if name in found.amax and not math.isnan(newest):
-            seen.amaxes[where] = (newest, found.amax[name])
-
-
-def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *, steps: int, why: str) -> list[Finding]:
-    """Operands and counts; scales if they are delayed. steps: micro-batches; why: the reason if GEMMs cannot be observed here, else ''."""
+def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *, why: str) -> list[Finding]:
+    """Operands and counts; scales if they are delayed. why: the reason if GEMMs cannot be observed here, else ''."""
     if not promises.policy.quantized:
         return []
     promised, seen = sum(rank.promised for rank in ranks), sum(rank.seen for rank in ranks)

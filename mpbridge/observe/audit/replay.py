@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 
 from mpbridge.numerics.observation.tensors import local, positions, power_below
-from mpbridge.observe.audit.findings import Finding, joined, judged, offenders
+from mpbridge.numerics.optimizers import f32
+from mpbridge.observe.audit.findings import Finding, joined, judged
 from mpbridge.observe.audit.holdings import (
     ADAM,
     LION,
@@ -127,10 +127,6 @@ def replay(engine: Any, starts: Mapping[str, Start]) -> Replayed:
     return seen
 
 
-def _f32(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
 @torch.no_grad()
 def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
     """'' or the first result that the optimizer's rule does not give."""
@@ -153,7 +149,7 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
         if found is None or found.numel() != (held.trained if held.trained is not None else found).numel():
             return ""
         # torch rounds 1 - beta, Transformer Engine rounds beta first
-        ways = [beta * old + keep * term for keep in {_f32(1.0 - beta), _f32(1.0 - _f32(beta))}]
+        ways = [beta * old + keep * term for keep in {f32(1.0 - beta), f32(1.0 - f32(beta))}]
         # a linear interpolation keeps what 1 - beta, rounded, leaves
         room[name] = _ROUNDINGS * ((beta * old).abs() + ((1.0 - beta) * term).abs()) + 2.0**-25 * old.abs()
         room[name] += (1.0 - beta) * spread + _TINY
@@ -163,38 +159,36 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
         if wrong:
             what = f"{name} of {wrong} of {term.numel()} elements"
             return f"{what} does not follow from the moment before and the gradient"
-    if rule is LION:
-        return _sign_fault(held, start, gradient)
-    return _weight_fault(held, start, wanted, room, decoupled=decoupled) if rule is ADAM else ""
-
-
-def _sign_fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
-    """As `_fault`, of Lion's weights: lr against the sign of a mean of momentum and gradient, where that is not within its roundings of 0."""
-    settings, trained = start.settings, held.trained
-    if trained is None or trained.dtype not in _STORED or held.kept not in _STORED:
+    trained = held.trained
+    if rule not in (ADAM, LION) or trained is None or trained.dtype not in _STORED or held.kept not in _STORED:
         return ""
+    made = _lions(start, gradient) if rule is LION else _adams(held, start, wanted, room, decoupled=decoupled)
+    weight, bound, told = made
+    bound = bound + 4 * half_ulp(torch.maximum(start.weight.abs(), weight.abs()), held.kept)
+    wrong = int((((_sampled(trained) - weight).abs() > bound) & told).sum())
+    return f"{wrong} of {weight.numel()} elements are not what the update makes of them ({settings})" if wrong else ""
+
+
+_Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor | bool]
+"""What an update makes of the weights, its error without that of storing them, and where it can be told."""
+
+
+def _lions(start: Start, gradient: torch.Tensor) -> _Made:
+    """lr against the sign of a mean of momentum and gradient, where that is not within its roundings of 0."""
+    settings = start.settings
     beta, old = float(dict(settings.own)["beta1"]), start.moments.get("exp_avg", torch.zeros_like(gradient))
     kept, new = beta * old, (1.0 - beta) * gradient
     mean, room = kept + new, 2.0**-20 * (kept.abs() + new.abs()) + _TINY
     wanted = start.weight * (1.0 - settings.lr * settings.weight_decay) - settings.lr * torch.sign(mean)
-    bound = settings.lr * _UPDATE + 4 * half_ulp(torch.maximum(start.weight.abs(), wanted.abs()), held.kept)
     # a mean of exactly 0 has no sign
-    told = ((_sampled(trained) - wanted).abs() > bound) & ((mean.abs() > room) | ((old == 0) & (gradient == 0)))
-    wrong = int(told.sum())
-    return f"{wrong} of {wanted.numel()} elements are not what the update makes of them ({settings})" if wrong else ""
+    told = (mean.abs() > room) | ((old == 0) & (gradient == 0))
+    return wanted, torch.full_like(wanted, settings.lr * _UPDATE), told
 
 
-def _weight_fault(
-    held: Held,
-    start: Start,
-    moments: Mapping[str, torch.Tensor],
-    room: Mapping[str, torch.Tensor],
-    *,
-    decoupled: bool,
-) -> str:
-    group, settings, trained = held.group or {}, start.settings, held.trained
-    if trained is None or trained.dtype not in _STORED or held.kept not in _STORED:
-        return ""
+def _adams(
+    held: Held, start: Start, moments: Mapping[str, torch.Tensor], room: Mapping[str, torch.Tensor], *, decoupled: bool
+) -> _Made:
+    group, settings = held.group or {}, start.settings
     step = float(held.state.get("step", group.get("step", 1)) or 1)
     first, second = (1 - beta**step for beta in settings.betas) if group.get("bias_correction", True) else (1.0, 1.0)
     denominator = (moments["exp_avg_sq"] / second).sqrt() + dict(settings.own)["eps"]
@@ -207,9 +201,7 @@ def _weight_fault(
     low, root, high = ((one.clamp_min(0) / second).sqrt() for one in (square - spread, square, square + spread))
     slack = torch.maximum(root - low, high - root)
     bound = bound + settings.lr * update.abs() * slack / (denominator - slack).clamp_min(dict(settings.own)["eps"])
-    bound = bound + 4 * half_ulp(torch.maximum(start.weight.abs(), wanted.abs()), held.kept)
-    wrong = int(((_sampled(trained) - wanted).abs() > bound).sum())
-    return f"{wrong} of {wanted.numel()} elements are not what the update makes of them ({settings})" if wrong else ""
+    return wanted, bound, True
 
 
 def half_ulp(values: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
@@ -318,12 +310,8 @@ def _norm_finding(ranks: Sequence[Replayed], norm: float, clip: float) -> Findin
     wanted = norm * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0)
     tolerance = _NORM_NARROW if any(rank.narrow for rank in ranks) else _NORM
     good = math.isclose(math.sqrt(total), wanted, rel_tol=tolerance, abs_tol=1e-30)
-    return Finding(
-        subject="gradient norm as clipped",
-        promised=f"{wanted:.5g}",
-        found=f"{math.sqrt(total):.5g}",
-        ok=good,
-        count=sum(here for rank in ranks for _, here, _ in rank.squares.values()),
-        offenders=() if good else offenders([["reported norm, limit and gradients do not fit"]] * len(ranks)),
-        cure="" if good else "the norm is taken over all gradients, in FP32, and divides them once",
-    )
+    wrong = [[] if good else ["reported norm, limit and gradients do not fit"]] * len(ranks)
+    cure = "the norm is taken over all gradients, in FP32, and divides them once"
+    count = sum(here for rank in ranks for _, here, _ in rank.squares.values())
+    seen = f"{math.sqrt(total):.5g}"
+    return judged("gradient norm as clipped", f"{wanted:.5g}", wrong, seen=seen, cure=cure, count=count)

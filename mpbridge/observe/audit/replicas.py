@@ -77,11 +77,10 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
     behind = read is not None and bool(getattr(engine, "shards_behind", False))
     for name, parameter in engine.named_parameters():
         key = _key(name, parameter, slices)
-        if hasattr(parameter, "_local_tensor"):
+        sharded = hasattr(parameter, "_local_tensor")
+        if sharded:
             seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()))
-            if read is not None and name in read:
-                seen.whole[key] = read[name]
-        elif not behind:
+        if not sharded and not behind:
             seen.whole[key] = digest(parameter)
         elif read is not None and name in read:
             seen.whole[key] = read[name]
@@ -134,17 +133,10 @@ def _draws(engine: Any) -> dict[Key, int]:
 
 def _slices() -> tuple[int, int, int]:
     """This rank's position among tensor-parallel, expert-parallel and expert-tensor-parallel ranks."""
-    if not dist.is_initialized():
-        return 0, 0, 0
     from megatron.core import parallel_state as state
 
-    if not state.model_parallel_is_initialized():
-        return 0, 0, 0
-    return (
-        state.get_tensor_model_parallel_rank(),
-        state.get_expert_model_parallel_rank(),
-        state.get_expert_tensor_parallel_rank(),
-    )
+    tensor, expert = state.get_tensor_model_parallel_rank(), state.get_expert_model_parallel_rank()
+    return tensor, expert, state.get_expert_tensor_parallel_rank()
 
 
 def _key(name: str, parameter: Any, slices: tuple[int, int, int]) -> Key:

@@ -93,10 +93,6 @@ class Before:
         self.moments_after |= _second(held)
         self.steps_after[held.name] = _step(held)
 
-    def was_zero(self, name: str) -> bool:
-        """Whether the gradient was zero in the last observed update too: a block that starts at zero has one after it."""
-        return self.since is not None and name in self.since.zeros
-
     def is_put_back(self, name: str) -> bool:
         """Whether the sampled values that the last observed update changed are what they were before it. Several must be: one may come back by itself."""
         last = self.since

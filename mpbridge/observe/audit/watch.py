@@ -10,21 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.backend.devices.collectives import world_size
-from mpbridge.numerics.observation.modules import (
-    Graph,
-    floating,
-    hooked,
-    is_adapter,
-    is_attention,
-    is_layer,
-    is_linear,
-    is_norm,
-    is_rotary,
-    is_router,
-    is_scan,
-    module_paths,
-    tensors_in,
-)
+from mpbridge.numerics.observation import modules
 from mpbridge.numerics.observation.operations import OperationObserver
 from mpbridge.numerics.observation.tensors import digest, factors, is_coarse, is_narrow, local, storage
 from mpbridge.observe.audit.library import LibraryObservation
@@ -78,10 +64,9 @@ def _autocast(device: str) -> str:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
-def _begins_backward(tensor: torch.Tensor) -> bool:
-    """Whether ones_like of this tensor is the gradient at which a backward pass starts: created outside of any node, for a scalar."""
-    single = tensor.numel() == 1 and tensor.is_floating_point()
-    return single and torch._C._current_autograd_node() is None
+def _is_forward() -> bool:
+    """Whether no node of the autograd graph is running."""
+    return torch._C._current_autograd_node() is None
 
 
 class Watch(OperationObserver):  # type: ignore[no-untyped-call]
@@ -157,7 +142,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         """Called once for every parameter that a forward pass reads: (name, tensor)."""
         self._stack: list[tuple[Any, str]] = []
         self._paths: dict[Any, str] = {}
-        self._graph = Graph()
+        self._graph = modules.Graph()
         self._undo: ExitStack | None = None
         self.transformed = False
         """Whether modules ran under torch.func's transforms (vmap, grad): they are not observed."""
@@ -166,14 +151,12 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
 
     # --- begin and end -------------------------------------------------------------------------------------------------------------------
     def start(self, chunks: list[Any]) -> None:
-        """Starts observing these model chunks; a second start is a no-op."""
-        if self._undo is not None:
-            return
-        self._paths = module_paths(chunks)
-        self.products.modules = {path: module for module, path in self._paths.items() if is_linear(module)}
+        """Starts observing these model chunks."""
+        self._paths = modules.module_paths(chunks)
+        self.products.modules = {path: module for module, path in self._paths.items() if modules.is_linear(module)}
         self.products.embeddings = {p: m for m, p in self._paths.items() if type(m).__name__.endswith("Embedding")}
         with ExitStack() as undo:
-            undo.enter_context(hooked(self._paths, self._enter, self._leave))
+            undo.enter_context(modules.hooked(self._paths, self._enter, self._leave))
             undo.enter_context(counted(chunks, self.tokens.append))
             undo.enter_context(self)
             self._undo = undo.pop_all()
@@ -195,14 +178,14 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             return
         self._stack.append((module, path))
         self._has_loss = False
-        self._inputs.append(list(tensors_in(args)))
-        if is_adapter(module):
-            self.products.passing.adapts(path, floating(args))
-        source = floating(args) if is_linear(module) else None
+        self._inputs.append(list(modules.tensors_in(args)))
+        if modules.is_adapter(module):
+            self.products.passing.adapts(path, modules.floating(args))
+        source = modules.floating(args) if modules.is_linear(module) else None
         if source is not None:
             high = getattr(module, "unrounded", None)  # an emulated linear after a norm may quantize its FP32 result
             self.products.enters(path, source if high is None else high)
-            if len(self._stack) > 1 and is_adapter(self._stack[-2][0]) and path.endswith(".linear_in"):
+            if len(self._stack) > 1 and modules.is_adapter(self._stack[-2][0]) and path.endswith(".linear_in"):
                 self.products.passing.follows(self._stack[-2][1], self._inputs[-2], source)
             self.library.enters(module, path, source)
 
@@ -217,40 +200,41 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             return
         self._stack.pop()
         inputs = self._inputs.pop()
-        nodes = self._graph.add(path, inputs, tensors_in(output))
-        if is_norm(module) or is_linear(module):
-            self._note_rounding(path, floating(args))  # after the module's own hooks
+        nodes = self._graph.add(path, inputs, modules.tensors_in(output))
+        if modules.is_norm(module) or modules.is_linear(module):
+            self._note_rounding(path, modules.floating(args))  # after the module's own hooks
         self._note_weights(module, path)
-        if is_scan(module):  # its kernel reads the convolution's weight: that module itself never runs
+        if modules.is_scan(module):  # its kernel reads the convolution's weight: that module itself never runs
             self._note_weights(module.conv1d, f"{path}.conv1d")
-        child, self._child = self._child, floating(output)
+        child, self._child = self._child, modules.floating(output)
         result = self._child
         if result is None:
             return
         self._note_bits(module, path, args, result, child)
-        if is_router(module):
+        if modules.is_router(module):
             self._note_rounding(path, result)  # probabilities
-        if result.numel() and (is_linear(module) or is_attention(module) or is_router(module) or is_norm(module)):
+        computing = (modules.is_linear, modules.is_attention, modules.is_router, modules.is_norm)
+        if result.numel() and any(kind(module) for kind in computing):
             self.ran[path] = module
-        if is_linear(module):
+        if modules.is_linear(module):
             self._note_linear(module, path, result, nodes)
-            self.products.passing.leaves(path, module, floating(args), result)
-        elif is_layer(module):
+            self.products.passing.leaves(path, module, modules.floating(args), result)
+        elif modules.is_layer(module):
             self.stream[path][storage(result)] += 1
             self._note_rounding(path, result)
-        elif is_attention(module):
-            for tensor in (result, floating(inputs)):
+        elif modules.is_attention(module):
+            for tensor in (result, modules.floating(inputs)):
                 if tensor is not None:
                     self.passed[path][storage(tensor)] += 1
-        elif is_rotary(module):
+        elif modules.is_rotary(module):
             self.angles[path] = storage(result)
             self._note_rounding(path, result)
 
     def _note_bits(self, module: Any, path: str, args: Any, result: torch.Tensor, child: Any) -> None:
-        if is_adapter(module) and child is not None:
+        if modules.is_adapter(module) and child is not None:
             self.adapters.setdefault(path, factors(child, result))
-        if is_linear(module) or is_attention(module) or is_router(module):
-            if any(is_coarse(one) for one in tensors_in(args) if one.is_floating_point()):
+        if modules.is_linear(module) or modules.is_attention(module) or modules.is_router(module):
+            if any(is_coarse(one) for one in modules.tensors_in(args) if one.is_floating_point()):
                 self.coarse[path] = None
         elif path in self.products.embeddings and is_narrow(result):
             wide = any(is_narrow(local(p)) is False for p in module.parameters())
@@ -275,14 +259,12 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         """Records this module's own parameters while its forward pass is on the stack: fully sharded ones are gathered here."""
         for name, parameter in module._parameters.items():
             full = f"{path}.{name}" if path else name
-            if parameter is None or hasattr(parameter, "_local_tensor"):
-                continue
-            self.arrivals.ask(full, parameter)
-            if full in self.read:
-                continue
-            self.read[full] = digest(parameter) if world_size() > 1 else 0
-            if self.check_read is not None:
-                self.check_read(full, parameter.detach())
+            if parameter is not None and not hasattr(parameter, "_local_tensor"):
+                self.arrivals.ask(full, parameter)
+                if full not in self.read:
+                    self.read[full] = digest(parameter) if world_size() > 1 else 0
+                    if self.check_read is not None:
+                        self.check_read(full, parameter.detach())
 
     # --- operations ----------------------------------------------------------------------------------------------------------------------
     def computes(self, name: str, args: Any) -> None:
@@ -293,21 +275,23 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             where = self._stack[-1][1] if self._stack else f"backward of {owner}" if owner else "outside of modules"
             self.odd[where, storage(args[0])][name] = None
         # with a capacity limit, a router also sorts integers
-        if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
+        if name in _ROUTING and self._stack and modules.is_router(self._stack[-1][0]) and args[0].is_floating_point():
             self._routed(args[0])
-        by_hand = name in _BY_HAND and any(is_attention(module) for module, _ in self._stack)
+        by_hand = name in _BY_HAND and any(modules.is_attention(module) for module, _ in self._stack)
         if name in _SOFTMAX or name.startswith(_FUSED_ATTENTION) or by_hand:
             self._softmax(name, args[0])
         elif name in _NORMS:
             self._norm(name, args[0])
-        elif name in _SCAN and self._stack and is_scan(self._stack[-1][0]):
+        elif name in _SCAN and self._stack and modules.is_scan(self._stack[-1][0]):
             self.scans[self._stack[-1][1]][storage(args[0])] += 1
         if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
             self._has_loss = True
         elif self._has_loss and name == "_to_copy" and self._is_of_the_loss(args[0]):
             self.loss[storage(args[0])] += 1
-        if name == "ones_like" and not self._stack and _begins_backward(args[0]):
+        # a backward pass starts at the gradient of a scalar, which no node creates
+        single = name == "ones_like" and args[0].numel() == 1 and args[0].is_floating_point()
+        if single and not self._stack and _is_forward():
             self.roots.append(float(args[0].detach()))
             if self._has_loss:
                 self.loss[storage(args[0])] += 1
@@ -326,7 +310,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
 
     def _norm(self, name: str, read: torch.Tensor) -> None:
         module, path = self._here()
-        if module is not None and is_norm(module):
+        if module is not None and modules.is_norm(module):
             self.norms[path][storage(read)] += 1
             if name == "rsqrt":
                 self.spelled.add(path)
@@ -341,13 +325,13 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         """Attributes a GEMM to a module, or to the module whose backward pass is running."""
         module, path = self._here()
         if module is not None:  # forward, or recomputation during backward
-            if is_attention(module):
+            if modules.is_attention(module):
                 # two dimensions are no product of heads: Transformer Engine builds its Hadamard matrix (FP32) where it first quantizes
                 if left.dim() > 2:
                     self.attention[path][storage(left) if left.dtype is right.dtype else "mixed"] += 1
             elif left.dim() == 2:
                 self.products.forward(path, left, right, out)
-            elif is_linear(module) or is_router(module):
+            elif modules.is_linear(module) or modules.is_router(module):
                 self.products.batched(path, left, right)
             return
         owner = self._graph.owner()
@@ -366,7 +350,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     def _is_of_the_loss(self, read: torch.Tensor) -> bool:
         """Whether what is converted between the cross entropy and backward is its result: outside of submodules and of backward."""
         outside = not self._stack or self._at_root()
-        return outside and read.is_floating_point() and torch._C._current_autograd_node() is None
+        return outside and read.is_floating_point() and _is_forward()
 
     def _at_root(self) -> bool:
         """Whether the operation belongs to the model itself, not to a submodule."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -30,11 +29,7 @@ _WARMUP = 4.0
 
 @torch.no_grad()
 def is_another(
-    held: Held,
-    trained: torch.Tensor,
-    earlier: torch.Tensor | None,
-    rate: float | None = None,
-    decay: float | None = None,
+    held: Held, trained: torch.Tensor, earlier: torch.Tensor | None, rate: float | None, decay: float | None
 ) -> bool:
     """Whether the sampled elements changed by anything other than one factor times Adam's update and its weight decay; False if that cannot be determined.
 
@@ -227,7 +222,8 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
     seen = Weights(shared=_sharing(engine))
     read = None if watch is None else watch.read
     before.zeros = set() if watch is None else _zeros(watch)
-    zeros = {name for name in before.zeros if not before.was_zero(name)}
+    # a block that starts at zero has a gradient after the first update
+    zeros = before.zeros - (before.since.zeros if before.since is not None else set())
     whole = {held.name: held for held in holdings(engine)}
     late = bool(getattr(engine, "gathers_late", False))
     if late:
@@ -246,12 +242,7 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
         if foreign and read is not None and name not in read and held.gradient is None:
             seen.unused.append(name)  # a head that a foreign loop does not use
             continue
-        rests = held.rests or (foreign and (held.group or {}).get("lr", lr) == 0)
-        still = lr > 0 and before.rates.get(name) == 0 and bool((held.group or {}).get("lr_mult", 1.0))
-        # a schedule may have set the next step's rate already
-        rates = {float((held.group or {}).get("lr") or 0.0), float(before.rates.get(name) or 0.0)} - {0.0}
-        least = min(rates, default=lr)
-        due = _motion(seen, held, trained, before.digests.get(name), least, rests=rests, still=still, zeros=zeros)
+        due = _motion(seen, held, trained, before, lr, zeros, foreign=foreign)
         if name in seen.moved:
             rate, decay = None if foreign else lr, before.decays.get(name)
             if is_another(held, trained, before.samples.get(name), rate, decay):
@@ -275,20 +266,17 @@ def _zeros(watch: Watch) -> set[str]:
 
 
 def _motion(
-    seen: Weights,
-    held: Held,
-    trained: torch.Tensor,
-    earlier: int | None,
-    rate: float,
-    *,
-    rests: bool,
-    still: bool,
-    zeros: Collection[str],
+    seen: Weights, held: Held, trained: torch.Tensor, before: Before, lr: float, zeros: set[str], *, foreign: bool
 ) -> bool:
-    """Records whether the parameter moved, and whether an update larger than rounding was due. rests: a foreign loop gives its group a rate of 0 in this
-    step, or skips its optimizer. still: its rate was 0 before the step, unlike the step's. zeros: parameters whose gradient is zero."""
-    name = held.name
-    size, known = _update(held, trained, rate)
+    """Records whether the parameter moved; whether an update larger than rounding was due. lr: of the step. zeros: parameters whose gradient is zero."""
+    name, group, earlier = held.name, held.group or {}, before.digests.get(held.name)
+    # a foreign loop may give the group a rate of 0 in this step, or skip its optimizer
+    rests = held.rests or (foreign and group.get("lr", lr) == 0)
+    # 0 before the step, unlike the step's
+    still = lr > 0 and before.rates.get(name) == 0 and bool(group.get("lr_mult", 1.0))
+    # a schedule may have set the next step's rate already
+    rates = {float(group.get("lr") or 0.0), float(before.rates.get(name) or 0.0)} - {0.0}
+    size, known = _update(held, trained, min(rates, default=lr))
     without = known and not bool(size.any())
     least = half_ulp(trained.float(), held.kept)
     due = bool((size > _SAFETY * least).any())

@@ -204,26 +204,21 @@ def _stages(case: Symptoms, rows: list[dict[str, Any]]) -> list[list[dict[str, A
 
 
 def _against_its_rule(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
-    """Changes of the scale that its rule does not make, and long series of skipped updates after the first applied one, in the order of the steps."""
+    """Changes of the scale by more than four, where its rule's factor is two, and long series of skipped updates after the first applied one, in the order of the steps."""
     trained, streak = False, 0
     for before, row in zip([None, *rows], rows, strict=False):
-        if before is not None:
-            yield from _leap(before, row)
+        was, scale = row["loss_scale"] if before is None else before["loss_scale"], row["loss_scale"]
+        text = f"step {row['iteration']}: loss scale {was:g} -> {scale:g}"
+        if scale > 4 * was:
+            yield row["iteration"], f"{text}; its rule at most doubles it", False
+        if scale < was / 4:
+            yield row["iteration"], f"{text}; its rule halves it after overflows", True
         trained = trained or bool(row.get("applied"))
         streak = 0 if row.get("applied") else streak + 1
         if streak == MANY_SKIPPED and trained:
             now = row["iteration"]
             since = now - MANY_SKIPPED + 1
             yield since, f"steps {since} to {now}: every update skipped, loss scale {row['loss_scale']:g}", False
-
-
-def _leap(before: dict[str, Any], row: dict[str, Any]) -> Iterator[_Mark]:
-    """A change from one step to the next by more than a factor of four; the rule's factor is two."""
-    text = f"step {row['iteration']}: loss scale {before['loss_scale']:g} -> {row['loss_scale']:g}"
-    if row["loss_scale"] > 4 * before["loss_scale"]:
-        yield row["iteration"], f"{text}; its rule at most doubles it", False
-    if row["loss_scale"] < before["loss_scale"] / 4:
-        yield row["iteration"], f"{text}; its rule halves it after overflows", True
 
 
 def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:

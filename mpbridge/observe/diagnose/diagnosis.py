@@ -40,7 +40,8 @@ def stalled(case: Symptoms) -> Suspect | None:
         f"step {at}: {part:.0%} of the updates of {name} weights below rounding" for at, part, name in seen[-3:]
     ]
     advice = ["main weights in FP32: bf16_mixed, or bf16_mixed_bf16_moments for their memory (store_param_remainders)"]
-    lr, sigma = _rate(case, step), _sigma(case, step)
+    known = [row["lr"] for row in case.run.curves.rows if row["iteration"] <= max(step, 1) and row.get("lr")]
+    lr, sigma = float(known[-1] if known else 0.0), _sigma(case, step)
     if lr and sigma:
         of = dtype(kind)
         beta1 = float(dict(case.run.settings()).get("optimizer.adam_beta1") or 0.9)
@@ -55,12 +56,6 @@ def stalled(case: Symptoms) -> Suspect | None:
         sentence=f"{share:.0%} of the updates of {kind} weights are below rounding: weights that need small updates stop moving",
         evidence=evidence, advice=advice,
     )  # fmt: skip
-
-
-def _rate(case: Symptoms, step: int) -> float | None:
-    """The learning rate of the step, or of the last one before it."""
-    rates = [row["lr"] for row in case.run.curves.rows if row["iteration"] <= max(step, 1) and row.get("lr")]
-    return float(rates[-1]) if rates else None
 
 
 def _sigma(case: Symptoms, step: int) -> float | None:
@@ -127,9 +122,7 @@ class Diagnosis:
         """For notebooks: the suspects with their evidence."""
         from mpbridge.common.tables import table
 
-        rows = [
-            (one.cause, one.step, one.sentence, "; ".join(one.evidence), "; ".join(one.advice)) for one in self.suspects
-        ]
+        rows = [(s.cause, s.step, s.sentence, "; ".join(s.evidence), "; ".join(s.advice)) for s in self.suspects]
         columns = ("cause", "step", "what", "seen", "try")
         return table(self.verdict, columns, rows, tones=["bad"], note="; ".join(self.run.gaps)).html()
 

@@ -29,12 +29,7 @@ COLUMNS = [
     OPERAND_COLUMNS["layer"],
     Column(name="linear", number=False),
     Column(name="operand", number=False, help="x: activations, w: weights, dy: gradients, and which copy"),
-    OPERAND_COLUMNS["GEMMs"],
-    OPERAND_COLUMNS["format"],
-    OPERAND_COLUMNS["flushed"],
-    OPERAND_COLUMNS["saturated"],
-    OPERAND_COLUMNS["row error"],
-    OPERAND_COLUMNS["SQNR, dB"],
+    *(OPERAND_COLUMNS[name] for name in ("GEMMs", "format", "flushed", "saturated", "row error", "SQNR, dB")),
     Column(name="amax", help="largest absolute value"),
     Column(name="scale", help="multiplier before the cast; with blocks, the median one"),
     OPERAND_COLUMNS["staleness, log2"],
@@ -126,19 +121,15 @@ def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> 
         page.verdicts("First steps out of line", steps)
     if found.suspects:
         page.heading("Causes that fit, most likely first")
-        page.verdicts(
-            "",
-            [
-                {
-                    "word": one.cause,
-                    "tone": "bad" if number == 0 else "warn",
-                    "text": f"{one.sentence} (step {one.step}, evidence {one.score:.2f})",
-                    "href": charts.get(_PLOTS.get(one.cause, "loss")) or odd or charts.get("loss"),
-                    "more": [*(f"seen: {line}" for line in one.evidence), *(f"try: {line}" for line in one.advice)],
-                }
-                for number, one in enumerate(found.suspects)
-            ],
-        )
+        causes = [
+            {
+                "word": one.cause, "tone": "bad" if number == 0 else "warn", "text": f"{one.sentence} (step {one.step}, evidence {one.score:.2f})",
+                "href": charts.get(_PLOTS.get(one.cause, "loss")) or odd or charts.get("loss"),
+                "more": [*(f"seen: {line}" for line in one.evidence), *(f"try: {line}" for line in one.advice)],
+            }
+            for number, one in enumerate(found.suspects)
+        ]  # fmt: skip
+        page.verdicts("", causes)
     changed = "What changed" if found.healthy else "What changed before"
     for title, lines in ((changed, found.changes), ("Compared with the other run", found.against)):
         if lines:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpbridge.common.facts import ADAMS, least_left
 from mpbridge.observe.diagnose.evidence import finite, median
-from mpbridge.observe.diagnose.signals import Odd, Suspect, Symptoms, flushed_operands, gradient_jumps
+from mpbridge.observe.diagnose.signals import Suspect, Symptoms, flushed_operands, gradient_jumps
 from mpbridge.observe.telemetry.records import TensorRow
 from mpbridge.settings.schema import defaults
 
@@ -141,20 +141,15 @@ def outlier(case: Symptoms) -> Suspect | None:
     source = [one for one in grown if one.tensor.endswith("norm.weight")]
     if sum("norm" not in one.tensor for one in grown) > 2:
         return None
+    rows = (row for one in case.run.measured if one.step == first.step for row in one.tables["linears"])
+    channel = next(row for row in rows if row["linear"] == first.tensor).get("x_channel")
     return Suspect(
         cause="outlier-channel", step=first.step, score=0.96 if source else 0.7,
-        sentence=f"channel {_channel(case, first)} of the input of {first.tensor} is {first.after:.0f} times the median channel",
+        sentence=f"channel {channel} of the input of {first.tensor} is {first.after:.0f} times the median channel",
         evidence=[str(first), *(str(one) for one in source[:2]), *flushed_operands(case, after=first.step - 1)[:2]],
         tensors=[one.tensor for one in [*source, *channels][:4]],
         advice=["a scaling with blocks (bf16_with_mxfp8_mixed, bf16_with_fp8_subchannel_scaling_mixed) loses only the outlier's block", "keep that linear in high precision: mixed_precision.modules", *(["look at the norm's gain named above"] if source else [])],
     )  # fmt: skip
-
-
-def _channel(case: Symptoms, odd: Odd) -> int | None:
-    """Which channel of the linear's input was the largest at that step."""
-    rows = (row for one in case.run.measured if one.step == odd.step for row in one.tables["linears"])
-    found: int | None = next(row for row in rows if row["linear"] == odd.tensor).get("x_channel")
-    return found
 
 
 def weights(case: Symptoms) -> Suspect | None:

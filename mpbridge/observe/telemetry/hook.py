@@ -242,22 +242,17 @@ def worst_of_all(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Tables:
     own: Tables = {name: [list(row) for row in tables.get(name, ())] for name in TABLES}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own
-    names: dict[tuple[Any, ...], None] = {}
-    for keys in from_all([(name, *row[: _words(name)]) for name in TABLES for row in own[name]]):
-        names.update(dict.fromkeys(keys))
-    mine = {(name, *row[: _words(name)]): row for name in TABLES for row in own[name]}
-    cells = [(key, at) for key in names for at in range(_words(key[0]), len(TABLES[key[0]]))]
+    words = {name: WORDS if columns is OPERANDS else 1 for name, columns in TABLES.items()}
+    mine = {(name, *row[: words[name]]): row for name in TABLES for row in own[name]}
+    names = dict.fromkeys(key for keys in from_all(list(mine)) for key in keys)
+    cells = [(key, at) for key in names for at in range(words[key[0]], len(TABLES[key[0]]))]
     values = [mine[key][at] if key in mine else None for key, at in cells]
     found = _worst(values, [TABLES[key[0]][at] for key, at in cells])
     made: Tables = {name: [] for name in TABLES}
     left = iter(found)
     for key in names:
-        made[key[0]].append([*key[1:], *(next(left) for _ in TABLES[key[0]][_words(key[0]) :])])
+        made[key[0]].append([*key[1:], *(next(left) for _ in TABLES[key[0]][words[key[0]] :])])
     return made
-
-
-def _words(table: str) -> int:
-    return WORDS if TABLES[table] is OPERANDS else 1
 
 
 def _worst(values: Sequence[Any], columns: Sequence[str]) -> list[Any]:

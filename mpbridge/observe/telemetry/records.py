@@ -137,11 +137,10 @@ class TensorRow(Mapping[str, Any]):
 class MeasuredStep:
     """One line of the file: `tables["operands"]` is a list of rows."""
 
-    def __init__(self, data: Mapping[str, Any], names: dict[tuple[str, ...], dict[str, int]] | None = None) -> None:
+    def __init__(self, data: Mapping[str, Any], names: dict[tuple[str, ...], dict[str, int]]) -> None:
         self.step = int(data["iteration"])
         self.facts = {name: value for name, value in data.items() if name not in TABLES}
-        known = {} if names is None else names
-        self.tables: dict[str, list[TensorRow]] = {name: _rows(name, data.get(name), known) for name in TABLES}
+        self.tables: dict[str, list[TensorRow]] = {name: _rows(name, data.get(name), names) for name in TABLES}
 
 
 def _rows(name: str, table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[TensorRow]:

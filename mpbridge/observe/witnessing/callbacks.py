@@ -15,7 +15,7 @@ from mpbridge.observe.witnessing.witness import OnFault, Policy, Witness
 class Following:
     """A witness created when the first step begins, which is when a trainer has its model and optimizer."""
 
-    def __init__(self, policy: Policy | None, **how: Any) -> None:
+    def __init__(self, policy: Policy | None = None, **how: Any) -> None:
         self._scaler = how.pop("scaler", None)
         self._policy, self._how = policy, how
         self.witness: Witness | None = None
@@ -73,6 +73,10 @@ class Following:
         if self.witness is not None:
             self.witness.let_go()
 
+    def on_train_end(self, *ignored: Any, **parts: Any) -> None:
+        """The last thing that a trainer tells."""
+        self.gives_up()
+
 
 def _need(module: str, package: str) -> Any:
     try:
@@ -101,9 +105,6 @@ def trainer_callback(policy: Policy | None = None, **how: Any) -> Any:
 
         def on_prediction_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
             self.evaluated()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-            self.gives_up()
 
     return TrainerWitness(policy, **how)
 
@@ -138,9 +139,6 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
             self.evaluated()
 
         def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
-            self.gives_up()
-
-        def on_train_end(self, trainer: Any, module: Any) -> None:
             self.gives_up()
 
     return LightningWitness(policy, **how)
@@ -180,9 +178,6 @@ def bridge_callback(policy: Policy | None = None, *, on_fault: OnFault = "raise"
             self._taken += 1
             self.ends()
 
-        def on_train_end(self, context: Any) -> None:
-            self.gives_up()
-
         def on_eval_step_start(self, context: Any) -> None:
             if self.evaluation is None and self._of[1] is not None:  # an evaluation's context has no optimizer
                 self.evaluation = Witness(context.model, self._of[1], policy, on_fault=on_fault, **how)
@@ -221,9 +216,7 @@ class FabricWitness(Following):
     """A callback for Lightning's Fabric: `fabric.call("on_train_batch_start", model=..., optimizer=...)` before each step of the loop, and
     `fabric.call("on_train_batch_end")` after it; `how` as for witness()."""
 
-    def __init__(self, policy: Policy | None = None, **how: Any) -> None:
-        super().__init__(policy, **how)
-        self._taken = 0
+    _taken = 0
 
     def on_train_batch_start(self, model: Any, optimizer: Any) -> None:
         """Starts a step."""

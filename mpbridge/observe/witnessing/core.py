@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mpbridge.backend.devices.collectives import world_size
 from mpbridge.backend.engines.contract import Live
@@ -21,7 +20,8 @@ from mpbridge.common.traits import traits
 from mpbridge.common.upstream import Replacement
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.numerics.observation.tensors import local
-from mpbridge.observe.audit.holdings import Held, row_of
+from mpbridge.observe.audit.gradients import core_ranks
+from mpbridge.observe.audit.holdings import Held, groups_of, row_of
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.traffic import Traffic, elements_into
 from mpbridge.observe.audit.watch import Watch
@@ -102,12 +102,7 @@ class CoreLoop(Loop):
 
     def audit_ranks(self) -> tuple[int, ...]:
         """megatron-core's data-parallel group, including context-parallel ranks."""
-        if self.group is None and dist.is_initialized():
-            from megatron.core import parallel_state as state
-
-            if state.model_parallel_is_initialized():
-                return tuple(dist.get_process_group_ranks(state.get_data_parallel_group(with_context_parallel=True)))
-        return super().audit_ranks()
+        return core_ranks() if self.group is None else super().audit_ranks()
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]:
         """Parameters by global name, with layers numbered over all pipeline stages."""
@@ -227,26 +222,14 @@ class CoreFsdpLoop(_Sharded):
 
     def audit_holdings(self) -> Iterator[Held]:
         """Main shards and the model's own weights."""
-        owned = {
-            id(parameter): Owned(part.optimizer, group)
-            for part in self._parts()
-            for group in part.optimizer.param_groups
-            for parameter in group["params"]
-        }
+        inner = (part.optimizer for part in self._parts())
+        owned = {key: Owned(one, group) for one in inner for key, group in groups_of(one).items()}
         resting = {name: tensor for role, name, tensor in inside_fsdp.held(self.model[0]) if role == "params"}
         for name, parameter in self.named_parameters():
             mine = owned.get(id(parameter), NOBODY)
             shard = parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
-            yield Held(
-                name=name,
-                parameter=parameter,
-                part=resting.get(name, shard.detach()).reshape(-1),
-                updated=parameter,
-                begin=inside_fsdp.offset(self.model[0], name, parameter)[0] * row_of(parameter),
-                inner=mine.inner,
-                group=mine.group,
-                state=mine.state(parameter),
-            )
+            begin = inside_fsdp.offset(self.model[0], name, parameter)[0] * row_of(parameter)
+            yield mine.held(name, parameter, resting.get(name, shard.detach()), begin=begin)
 
     def tensors(self) -> Iterator[Live]:  # type: ignore[override]
         """The wrapper's buffers and the optimizer's states."""
@@ -283,18 +266,9 @@ class CoreFsdp2Loop(_Sharded):
         owned = {id(model): (part, main) for part in self._parts() for model, main in main_weights(part)}
         for name, parameter in self.named_parameters():
             part, main = owned.get(id(parameter), (None, None))
-            inner = None if part is None else part.optimizer
-            groups = [] if inner is None else inner.param_groups
-            yield Held(
-                name=name,
-                parameter=parameter,
-                part=local(parameter).detach().reshape(-1),
-                updated=main,
-                begin=first_element(name, parameter),
-                inner=inner,
-                group=next((group for group in groups if any(one is main for one in group["params"])), None),
-                state={} if inner is None else dict(inner.state.get(main, {})),
-            )
+            mine = NOBODY if part is None else Owned(part.optimizer, groups_of(part.optimizer).get(id(main)))
+            own, begin = local(parameter).detach().reshape(-1), first_element(name, parameter)
+            yield Held(name, parameter, own, main, begin, mine.inner, mine.group, state=mine.state(main))
 
     def tensors(self) -> Iterator[Live]:  # type: ignore[override]
         """Shards, and the model's gradients as they were before megatron-core's step, which frees them."""

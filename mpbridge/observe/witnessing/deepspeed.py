@@ -110,14 +110,7 @@ class DeepSpeedLoop(TorchLoop):
 class UnshardedLoop(DeepSpeedLoop):
     """Without ZeRO: a FP32 copy of each parameter (`FP16_UnfusedOptimizer`), or of all of a group in one flat tensor (`FP16_Optimizer`)."""
 
-    kind = replace(
-        DDP,
-        name="deepspeed",
-        summary="DeepSpeed without ZeRO",
-        label="DeepSpeed",
-        distributed_optimizer="never",
-        main_weights="wrapper",
-    )
+    kind = replace(DDP, name="deepspeed", summary="DeepSpeed without ZeRO", label="DeepSpeed", main_weights="wrapper")
     name = "deepspeed"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
@@ -152,15 +145,9 @@ class ZeroLoop(DeepSpeedLoop):
     """Whole parameters, sharded states."""
 
     kind = replace(
-        DDP,
-        name="zero",
-        summary="DeepSpeed's ZeRO 1 and 2",
-        label="DeepSpeed ZeRO",
-        layout="even",
-        shards=frozenset(STATES),
-        distributed_optimizer="always",
+        DDP, name="zero", summary="DeepSpeed's ZeRO 1 and 2", label="DeepSpeed ZeRO", layout="even", shards=frozenset(STATES), distributed_optimizer="always",
         main_weights="wrapper",
-    )
+    )  # fmt: skip
     name = "zero"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
@@ -216,13 +203,8 @@ class Zero3Loop(DeepSpeedLoop):
     """Sharded parameters, gradients and states."""
 
     kind = replace(
-        FSDP,
-        name="zero3",
-        summary="DeepSpeed's ZeRO 3",
-        label="DeepSpeed ZeRO 3",
-        layout="even",
-        main_weights="wrapper",
-    )
+        FSDP, name="zero3", summary="DeepSpeed's ZeRO 3", label="DeepSpeed ZeRO 3", layout="even", main_weights="wrapper",
+    )  # fmt: skip
     name = "zero3"
     sharded = "everything"
 

@@ -13,7 +13,7 @@ from mpbridge.common.formats import DType, dtype
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.interop.stacks.meaning import LABELS, LAYOUT, Meaning, of_policy, rows
 from mpbridge.interop.stacks.optimizers import ADAM, optimizer_named
-from mpbridge.observe.audit.compute import ORDER
+from mpbridge.observe.audit.compute import ORDER, PlaceDtypes
 from mpbridge.observe.audit.observe import Observed, merged
 from mpbridge.observe.witnessing.loops import Loop
 from mpbridge.precision.policy import LossScale
@@ -24,6 +24,11 @@ from mpbridge.precision.wording import HIGH, rule_words
 UNSEEN = "not observed"
 ONE = "one data-parallel process: no gradient travels"
 _STEP = "the optimizer did not step while it was observed"
+_Kinds = Mapping[str, Sequence[PlaceDtypes]]
+_ROWS = {
+    "params": "storage", "grads": "accumulator", "main_grads": "optimizer_reads", "main_params": "main", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq",
+}  # fmt: skip
+"""Role of tensors -> row of the description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +84,8 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
     """The description from what every rank observed. stepped: an update was seen; scaled: losses are multiplied by a scale."""
     unseen: dict[str, str] = dict(loop.unobserved())
     also: dict[str, str] = {}
-    storage = _role(ranks, "params", also, "storage") or DType.FP32
-    grads = _role(ranks, "grads", also, "accumulator")
-    read = _role(ranks, "main_grads", also, "optimizer_reads")
-    main = _role(ranks, "main_params", also, "main")
-    first = _role(ranks, "exp_avg", also, "exp_avg")
-    second = _role(ranks, "exp_avg_sq", also, "exp_avg_sq")
-    accumulator = grads or read
+    kept, grads, read, main, first, second = (_role(ranks, role, also, row) for role, row in _ROWS.items())
+    storage, accumulator = kept or DType.FP32, grads or read
     if accumulator is None:
         unseen.setdefault("accumulator", _STEP if not stepped else "no gradient existed when the optimizer stepped")
     for row, found in (("exp_avg", first), ("exp_avg_sq", second)):
@@ -94,11 +94,12 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
     if not stepped:
         unseen.setdefault("main", _STEP)
     wire = _wire(ranks, unseen, accumulator or storage)
+    kinds = [rank.computed.kinds for rank in ranks if rank.computed is not None]
     # the one whose states differ from Adam's, where the loop has one (Muon beside Adam)
     known = (optimizer_named(name, momentum=True) for name in loop.updaters)
     meaning = Meaning(
         storage=storage,
-        compute=_compute(ranks, unseen) or storage,
+        compute=_compute(kinds, unseen) or storage,
         autocast=_autocast(ranks, unseen),
         main=DType.FP32 if main is DType.INT16 else main,
         remainders=main is DType.INT16,
@@ -116,7 +117,7 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
         loop=loop.words,
         ranks=len(ranks),
         meaning=meaning,
-        compute=_by_module(ranks),
+        compute=_by_module(kinds),
         linears=Counter(paths.values()),
         paths=paths,
         bytes=_bytes(ranks),
@@ -159,18 +160,14 @@ def _wire(ranks: Sequence[Observed], unseen: dict[str, str], otherwise: DType) -
     return dtype(seen.most_common(1)[0][0])
 
 
-def _compute(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None:
-    seen: Counter[str] = Counter()
-    for rank in ranks:
-        for _, _, found in rank.computed.kinds.get("GEMMs", ()) if rank.computed else ():
-            seen.update(found)
+def _compute(kinds: Sequence[_Kinds], unseen: dict[str, str]) -> DType | None:
+    seen = Counter(found for one in kinds for *_, dtypes in one.get("GEMMs", ()) for found in dtypes)
     plain = {found: count for found, count in seen.items() if " x " not in found}
     if not plain:
         unseen["compute"] = "no GEMM went through torch's dispatcher"
         return None
     most = dtype(max(plain, key=lambda found: plain[found]))
-    computed = [rank.computed.kinds for rank in ranks if rank.computed]
-    outputs = {kind for kinds in computed for *_, own in kinds.get("outputs of linears", ()) for kind in own}
+    outputs = {found for one in kinds for *_, dtypes in one.get("outputs of linears", ()) for found in dtypes}
     # the CPU layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do: operands and results are FP16
     return DType.FP16 if most is DType.FP32 and outputs == {"fp16"} else most
 
@@ -184,13 +181,13 @@ def _autocast(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None
     return dtype(on[0]) if on else None
 
 
-def _by_module(ranks: Sequence[Observed]) -> tuple[tuple[str, str, str], ...]:
+def _by_module(kinds: Sequence[_Kinds]) -> tuple[tuple[str, str, str], ...]:
     """Each kind's modules with layer numbers replaced by '*', one line per dtype."""
     found: dict[tuple[str, str], set[str]] = {}
-    for rank in ranks:
-        fused = {place for place, _, _ in rank.computed.kinds.get("attention", ())} if rank.computed else set()
+    for one in kinds:
+        fused = {place for place, _, _ in one.get("attention", ())}
         for kind in ORDER:
-            for place, _, dtypes in rank.computed.kinds.get(kind, ()) if rank.computed else ():
+            for place, _, dtypes in one.get(kind, ()):
                 if kind == "softmax" and place in fused:
                     continue  # inside the attention kernel, which is reported under its own name
                 found.setdefault((kind, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", place)), set()).update(dtypes)

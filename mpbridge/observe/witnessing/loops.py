@@ -67,11 +67,8 @@ class Loop(ABC):
     kind: EngineTraits
     foreign = True
     """Whether the model is not megatron-core's."""
-
-    @property
-    def of_the_mean(self) -> float:
-        """The wrapper's result as a multiple of the gradients' mean over ranks: 1, or the number of ranks if it is set to sum them."""
-        return 1.0
+    of_the_mean: float = 1.0
+    """The wrapper's result as a multiple of the gradients' mean over ranks: 1, or the number of ranks if it is set to sum them."""
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
         self.model: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
@@ -114,11 +111,10 @@ class Loop(ABC):
         scale = getattr(self.scaler, "get_scale", None)
         return float(scale()) if scale is not None and getattr(self.scaler, "is_enabled", lambda: True)() else 1.0
 
-    @property
-    def rate(self) -> float:
-        """The largest learning rate of any group."""
-        rates = [float(group.get("lr", 0.0)) for inner in inner_optimizers(self.outer) for group in inner.param_groups]
-        return max(rates, default=0.0)
+    def largest(self, setting: str) -> float:
+        """The largest value that a setting has in any group."""
+        groups = (group for inner in inner_optimizers(self.outer) for group in inner.param_groups)
+        return max((float(group.get(setting, 0.0)) for group in groups), default=0.0)
 
     @property
     def updaters(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from mpbridge.common.facts import STATE_ROLES, OptimizerFacts, Parallel
 from mpbridge.common.traits import EngineTraits, traits
 from mpbridge.numerics.observation.modules import bare
 from mpbridge.numerics.observation.tensors import digest, local, sample
-from mpbridge.observe.audit.flags import optimizer_faults
+from mpbridge.observe.audit.flags import inner_optimizers, optimizer_faults
 from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.orthogonal import trains
 from mpbridge.observe.audit.promise import Promises
@@ -24,17 +24,9 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.loops import Loop, LoopFacts, Update, shape_of, together
 
 DDP = EngineTraits(
-    name="torch",
-    engine="",
-    summary="torch's own module, alone or in DistributedDataParallel, updated by a torch optimizer",
-    label="torch",
-    layout="whole",
-    distributed_optimizer="never",
-    main_weights="optimizer",
-    optimizers=("adam", "torch_adamw", "sgd"),
-    wide_storage=True,
-    checkpoints="",
-)
+    name="torch", engine="", label="torch", summary="torch's own module, alone or in DistributedDataParallel, updated by a torch optimizer",
+    layout="whole", distributed_optimizer="never", main_weights="optimizer", optimizers=("adam", "torch_adamw", "sgd"), wide_storage=True, checkpoints="",
+)  # fmt: skip
 FSDP = replace(traits("fsdp2"), rules="", checkpoints="")
 """FSDP1 keeps the same tensors as FSDP2, sharded differently."""
 
@@ -51,6 +43,11 @@ class Owned:
     def state(self, tensor: Any) -> dict[str, Any]:
         """The optimizer's state of the tensor; empty if no optimizer has it."""
         return {} if self.inner is None else dict(self.inner.state.get(tensor, {}))
+
+    def held(self, name: str, parameter: Any, part: torch.Tensor, **more: Any) -> Held:
+        """A parameter that the optimizer updates as it is."""
+        own = {"inner": self.inner, "group": self.group, "owners": self.owners, "state": self.state(parameter)}
+        return Held(name, parameter, part.reshape(-1), parameter, **own, **more)
 
 
 NOBODY = Owned(None, None)
@@ -90,14 +87,6 @@ class Piece:
         return Held(self.name, parameter, part, updated, begin=self.begin, elements=whole, **owner, **more)
 
 
-def optimizers_in(optimizer: Any) -> list[Any]:
-    """The torch optimizers inside wrappers (accelerate's, Fabric's, DeepSpeed's), or in a list."""
-    if isinstance(optimizer, (list, tuple)):
-        return [one for each in optimizer for one in optimizers_in(each)]
-    inner = getattr(optimizer, "optimizer", None)
-    return optimizers_in(inner) if inner is not None and hasattr(inner, "param_groups") else [optimizer]
-
-
 class TorchLoop(Loop):
     """Whole parameters on every rank: no wrapper, torch's DistributedDataParallel, or megatron-core's under a torch optimizer."""
 
@@ -105,7 +94,7 @@ class TorchLoop(Loop):
     name = "torch"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
-        self.inner = optimizers_in(optimizer)
+        self.inner = inner_optimizers(optimizer)
         self._stepped: set[int] = set()
         """Which of several optimizers have stepped in the observed step, by identity."""
         self._gradients_read: dict[int, dict[int, float]] = {}
@@ -125,14 +114,6 @@ class TorchLoop(Loop):
     def words(self) -> str:  # type: ignore[override]
         """'DistributedDataParallel, AdamW'."""
         return f"{self.wrapper}, {' and '.join(dict.fromkeys(type(one).__name__ for one in self.inner))}"
-
-    @property
-    def rate(self) -> float:
-        """The largest learning rate of any group, of all optimizers."""
-        return self._largest("lr")
-
-    def _largest(self, setting: str) -> float:
-        return max((float(group.get(setting, 0.0)) for one in self.inner for group in one.param_groups), default=0.0)
 
     @property
     def wrapper(self) -> str:
@@ -155,7 +136,7 @@ class TorchLoop(Loop):
             shape=shape_of(modules, tied=len(set(held)) < len(held)),
             parallel=Parallel(world_size=len(self.audit_ranks())),
             own_traits=self.kind,
-            optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": self._largest("momentum")}),
+            optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": self.largest("momentum")}),
         )
 
     def named_parameters(self) -> list[tuple[str, Any]]:
@@ -186,20 +167,11 @@ class TorchLoop(Loop):
             if not parameter.requires_grad and (mine is NOBODY or id(parameter) in self._frozen):
                 yield Held(name=name, parameter=parameter)
                 continue
-            yield Held(
-                name=name,
-                parameter=parameter,
-                part=local(parameter).detach().reshape(-1),
-                updated=parameter,
-                begin=self._begin(name, parameter),
-                inner=mine.inner,
-                group=mine.group,
-                owners=mine.owners,
-                rests=bool(self._stepped) and mine is not NOBODY and id(mine.inner) not in self._stepped,
-                state=mine.state(parameter),
-                # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
-                samples={} if _past_the_optimizer(parameter) else self._gradients_read.get(id(parameter)),
-            )
+            rests = bool(self._stepped) and mine is not NOBODY and id(mine.inner) not in self._stepped
+            # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
+            samples = {} if _past_the_optimizer(parameter) else self._gradients_read.get(id(parameter))
+            begin, part = self._begin(name, parameter), local(parameter).detach()
+            yield mine.held(name, parameter, part, begin=begin, rests=rests, samples=samples)
 
     def unobserved(self) -> Mapping[str, str]:
         """Gradients that no optimizer can read."""

@@ -176,10 +176,7 @@ def _followed(
     loop: Loop, ranks: list[Observed], result: StepResult, under: Promises, travelled: list[Traffic]
 ) -> list[Finding]:
     followed = [rank.followed for rank in ranks if rank.followed is not None]
-    why = why_unseen(loop, under, "gradients")
-    if not followed:
-        return []
-    if why:
+    if why := why_unseen(loop, "gradients"):
         return [not_observed("gradients", "reduced once", why)]
     # a loop that says that it never clips
     never = loop.foreign and getattr(loop.configs.optimizer, "clip_grad", None) == 0
@@ -187,7 +184,7 @@ def _followed(
     seen |= {dtype for one in travelled for dtype in one.reduced}
     most = loop.of_the_mean / result.loss_scale if loop.foreign else None
     how: dict[str, Any] = {"scale": result.loss_scale, "norm": 0.0, "clip": 0.0, "share": loop.of_the_mean}
-    return gradient_findings(followed, under, known=never, widths={dtype: dtype for dtype in seen}, most=most, **how)
+    return gradient_findings(followed, known=never, widths={dtype: dtype for dtype in seen}, most=most, **how)
 
 
 def unmeant(loop: Loop) -> list[Finding]:

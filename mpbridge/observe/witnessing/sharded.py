@@ -82,7 +82,7 @@ class Fsdp2Loop(TorchLoop):
         return _ranks(unit.mesh_info.shard_process_group), _ranks(unit.mesh_info.replicate_process_group)
 
     @property
-    def of_the_mean(self) -> float:
+    def of_the_mean(self) -> float:  # type: ignore[override]
         """From `set_gradient_divide_factor` (torchtitan: 1, since the loss is divided by the tokens of all ranks)."""
         factors = {unit.gradient_divide_factor for unit in self._units()} - {None}
         return len(self.audit_ranks()) / min(factors) if factors else 1.0

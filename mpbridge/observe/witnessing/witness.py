@@ -30,6 +30,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.precision.sync.plan import plan
 
 Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
 """A recipe's name, a config, a policy, or a stack's imported configuration (mpbridge.interop.stacks.importers)."""
@@ -197,8 +198,6 @@ class Witness:
             return None
         loop = self._loop
         run = loop.run
-        from mpbridge.precision.sync.plan import plan
-
         targets = {key: config for key, config in vars(loop.configs).items() if config is not None}
         kind: Literal["emulated", "native"] = "emulated" if run.emulate else "native"
         made = plan(self.policy, realization=kind, **targets) if targets and not loop.foreign else None
@@ -255,7 +254,7 @@ class Observation:
             return
         with self.watch.aside(), torch.no_grad():
             if self.seen is None:
-                loss, rate = math.nan, self.loop.rate  # the loop's loss is not checked
+                loss, rate = math.nan, self.loop.largest("lr")  # the loop's loss is not checked
                 self.result = StepResult(loss=loss, applied=True, grad_norm=update.norm, loss_scale=self.scale, lr=rate)
                 self.seen = self._look(self.result)
             self.after = Afterwards(self.loop)
@@ -282,9 +281,8 @@ class Observation:
         if self.promises is None:
             findings = sound(self.loop, ranks, self.result, self.under)
         else:
-            stepped, micro = self.result is not None, max(1, len(self.watch.roots))
-            how: dict[str, Any] = {"live": stepped, "watched": True, "moved": stepped, "result": self.result}
-            findings = judge(self.loop, self.promises, ranks, **how, microbatches=micro)
+            stepped = self.result is not None
+            findings = judge(self.loop, self.promises, ranks, live=stepped, watched=True, result=self.result)
         finite = all(from_all(bool(self.updates) or _is_finite(self.loop)))
         findings = noted(findings, self, trains=trains, finite=finite)
         findings += hidden(self.loop) + (unmeant(self.loop) if self.promises is None else [])
@@ -325,12 +323,9 @@ def noted(findings: list[Finding], step: Observation, *, trains: bool, finite: b
     reasons = (
         (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
         (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
-        (
-            step.watch.transformed,
-            "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read",
-        ),
+        (step.watch.transformed, "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read"),
         (len(step.steps) > 1, "backward passes ran between the steps of several optimizers (a GAN's)"),
-    )
+    )  # fmt: skip
     why = next((why for holds, why in reasons if holds), "")
     if why:
         findings = _unfollowed(findings, ("gradients",), why)

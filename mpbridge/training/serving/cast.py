@@ -14,7 +14,7 @@ import torch
 from mpbridge.common.formats import DType
 from mpbridge.numerics.codes import decode_e2m1
 from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.numerics.rules import release_of
+from mpbridge.numerics.scales import release_of
 from mpbridge.numerics.stored import StoredWeight, stored
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.precision.policy import PrecisionPolicy

@@ -11,7 +11,7 @@ import torch
 
 from mpbridge.common.formats import E4M3
 from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.numerics.rules import release_of
+from mpbridge.numerics.scales import release_of
 from mpbridge.numerics.stored import StoredWeight
 from mpbridge.precision.regions import Quant
 from mpbridge.settings.huggingface.served import ranks

@@ -2,70 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.observe.audit.faults import changed, gpt, linear, narrow, nothing
+from tests.observe.audit.faults import changed, given, gpt, instead, linear, narrow, nothing
 
 
 # --- compute -------------------------------------------------------------------------------------------------------------------------------
-def linear_in(dtype: torch.dtype) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        module = linear(engine)
-        real = module._forward_impl
+@given
+def linear_in(engine: Any, dtype: torch.dtype) -> None:
+    def forward(real: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # the parameter's own dtype says nothing: Megatron-FSDP's is the main weight's before the first step
+        return real(input.to(dtype), weight.to(dtype), *args, **kwargs).to(input.dtype)
 
-        def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            # the parameter's own dtype says nothing: Megatron-FSDP's is the main weight's before the first step
-            return real(input.to(dtype), weight.to(dtype), *args, **kwargs).to(input.dtype)
-
-        module._forward_impl = forward
-
-    return plant
+    instead(linear(engine), "_forward_impl", forward)
 
 
-def attention_in(dtype: torch.dtype) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        attention = linear(engine, "self_attention.core_attention")
-        real = attention.forward
+@given
+def attention_in(engine: Any, dtype: torch.dtype) -> None:
+    def forward(real: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(query.to(dtype), key.to(dtype), value.to(dtype), *args, **kwargs).to(query.dtype)
 
-        def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            return real(query.to(dtype), key.to(dtype), value.to(dtype), *args, **kwargs).to(query.dtype)
+    instead(linear(engine, "self_attention.core_attention"), "forward", forward)
 
-        attention.forward = forward
 
-    return plant
+def mlps(engine: Any) -> list[Any]:
+    return [layer.mlp for layer in gpt(engine).decoder.layers]
 
 
 def activation_in_fp16(engine: Any) -> None:
-    for layer in gpt(engine).decoder.layers:
-        real = layer.mlp.activation_func
-        layer.mlp.activation_func = lambda x, real=real: real(x.half()).to(x.dtype)
+    for mlp in mlps(engine):
+        instead(mlp, "activation_func", lambda real, x: real(x.half()).to(x.dtype))
 
 
 def router_reads_e5m2(engine: Any) -> None:
-    def act(module: Any, args: Any) -> Any:
-        return args[0].to(torch.float8_e5m2).to(args[0].dtype), *args[1:]
-
-    for layer in gpt(engine).decoder.layers:
-        layer.mlp.router.register_forward_pre_hook(act)
+    for mlp in mlps(engine):
+        mlp.router.register_forward_pre_hook(lambda module, args: (args[0].to(torch.float8_e5m2).to(args[0].dtype), *args[1:]))  # fmt: skip
 
 
 def embedding_rounded(engine: Any) -> None:
     changed(gpt(engine).embedding, "forward", narrow)
 
 
-def hook_on_gradients(dtype: torch.dtype, name: str = "word_embeddings.weight") -> Callable[[Any], None]:
+@given
+def hook_on_gradients(engine: Any, dtype: torch.dtype, name: str = "word_embeddings.weight") -> None:
     """Gradients pass through a narrower dtype before anything reads them."""
-
-    def plant(engine: Any) -> None:
-        for full, parameter in engine.named_parameters():
-            if full.endswith(name) and parameter.requires_grad:
-                parameter.register_hook(lambda grad: grad.to(dtype).to(grad.dtype))
-
-    return plant
+    for full, parameter in engine.named_parameters():
+        if full.endswith(name) and parameter.requires_grad:
+            parameter.register_hook(lambda grad: grad.to(dtype).to(grad.dtype))
 
 
 def output_gradient_rounded(engine: Any) -> None:
@@ -80,24 +68,23 @@ def output_gradient_rounded(engine: Any) -> None:
 
 
 def router_in_bf16(engine: Any) -> None:
-    for layer in gpt(engine).decoder.layers:
-        layer.mlp.router.config.moe_router_dtype = None
+    for mlp in mlps(engine):
+        mlp.router.config.moe_router_dtype = None
 
 
 def router_logits_rounded(engine: Any) -> None:
-    for layer in gpt(engine).decoder.layers:
-        changed(layer.mlp.router, "gating", narrow)
+    for mlp in mlps(engine):
+        changed(mlp.router, "gating", narrow)
 
 
 def routed_in_bf16(engine: Any) -> None:
-    for layer in gpt(engine).decoder.layers:
-        router = layer.mlp.router
-        router.routing = lambda logits, *args, real=router.routing, **more: real(logits.bfloat16(), *args, **more)
+    for mlp in mlps(engine):
+        instead(mlp.router, "routing", lambda real, logits, *args, **more: real(logits.bfloat16(), *args, **more))
 
 
 def probabilities_rounded(engine: Any) -> None:
-    for layer in gpt(engine).decoder.layers:
-        changed(layer.mlp.router, "routing", narrow)
+    for mlp in mlps(engine):
+        changed(mlp.router, "routing", narrow)
 
 
 def softmax_flag_off(engine: Any) -> None:
@@ -118,10 +105,10 @@ def softmax_by_hand(engine: Any) -> None:
 
 
 def attention_reads_e5m2(engine: Any) -> None:
-    attention = linear(engine, "self_attention.core_attention")
-    real = attention.forward
-    to = torch.float8_e5m2
-    attention.forward = lambda q, k, *args, **more: real(q.to(to).to(q.dtype), k.to(to).to(k.dtype), *args, **more)
+    def forward(real: Any, q: torch.Tensor, k: torch.Tensor, *args: Any, **more: Any) -> Any:
+        return real(*(one.to(torch.float8_e5m2).to(one.dtype) for one in (q, k)), *args, **more)
+
+    instead(linear(engine, "self_attention.core_attention"), "forward", forward)
 
 
 def stream_rounded(engine: Any) -> None:
@@ -164,20 +151,17 @@ def angles_rounded(engine: Any) -> None:
 
 
 def weights_rounded_in_forward(engine: Any) -> None:
-    module = linear(engine)
-    real = module._forward_impl
-    module._forward_impl = lambda input, weight, *args, **kwargs: real(
-        input, weight.bfloat16().float(), *args, **kwargs
+    instead(
+        linear(engine),
+        "_forward_impl",
+        lambda real, input, weight, *args, **kw: real(input, narrow(weight), *args, **kw),
     )
 
 
-def tied_weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+@given
+def tied_weight(engine: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """The output layer multiplies by what `change` makes of the embedding's parameter."""
-
-    def plant(engine: Any) -> None:
-        changed(gpt(engine), "shared_embedding_or_output_weight", change)
-
-    return plant
+    changed(gpt(engine), "shared_embedding_or_output_weight", change)
 
 
 def stale_tied_weight(engine: Any) -> None:
@@ -191,9 +175,10 @@ def stale_tied_weight(engine: Any) -> None:
 
 
 def another_layers_weight(engine: Any) -> None:
-    module, other = linear(engine, layer=1), linear(engine, layer=0)
-    real = module._forward_impl
-    module._forward_impl = lambda input, weight, *args, **kwargs: real(input, other.weight, *args, **kwargs)
+    other = linear(engine, layer=0)
+    instead(
+        linear(engine), "_forward_impl", lambda real, input, weight, *args, **kw: real(input, other.weight, *args, **kw)
+    )
 
 
 def activations_rounded(engine: Any) -> None:
@@ -201,19 +186,11 @@ def activations_rounded(engine: Any) -> None:
 
 
 def autocast_on(engine: Any) -> None:
-    real = engine.train_step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return real(*args, **kwargs)
-
-    engine.train_step = step
+    engine.train_step = torch.autocast("cpu", dtype=torch.bfloat16)(engine.train_step)
 
 
 def autocast_off(engine: Any) -> None:
-    real = engine.train_step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(real: Any, *args: Any, **kwargs: Any) -> Any:
         enter = torch.autocast.__enter__
 
         def disabled(self: Any) -> Any:
@@ -226,7 +203,7 @@ def autocast_off(engine: Any) -> None:
         finally:
             torch.autocast.__enter__ = enter
 
-    engine.train_step = step
+    instead(engine, "train_step", step)
 
 
 # --- quantization --------------------------------------------------------------------------------------------------------------------------
@@ -249,17 +226,13 @@ def edge_quantized(engine: Any) -> None:
     edge.__class__, edge.plug = type(middle), middle.plug
 
 
-def another_scaling(name: str) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        import dataclasses
+@given
+def another_scaling(engine: Any, name: str) -> None:
+    from mpbridge.precision.scalings import SCALINGS
 
-        from mpbridge.precision.scalings import SCALINGS
-
-        for quantizer in engine.emulation.quantizers.values():
-            quantizer.quant = dataclasses.replace(quantizer.quant, scaling=name)
-            quantizer.rule = SCALINGS[name].emulation
-
-    return plant
+    for quantizer in engine.emulation.quantizers.values():
+        quantizer.quant = dataclasses.replace(quantizer.quant, scaling=name)
+        quantizer.rule = SCALINGS[name].emulation
 
 
 def forward_swapped(engine: Any) -> None:
@@ -279,14 +252,12 @@ def unquantized(real: Any, x: torch.Tensor, **how: Any) -> Any:
     return Operand(x.bfloat16(), None)
 
 
-def wrong_format(number: str, *, gradient: bool) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        from mpbridge.common.formats import FORMATS
+@given
+def wrong_format(engine: Any, number: str, *, gradient: bool) -> None:
+    from mpbridge.common.formats import FORMATS
 
-        for quantizer in engine.emulation.quantizers.values():
-            setattr(quantizer, "gradient_format" if gradient else "forward_format", FORMATS[number])
-
-    return plant
+    for quantizer in engine.emulation.quantizers.values():
+        setattr(quantizer, "gradient_format" if gradient else "forward_format", FORMATS[number])
 
 
 def scales_frozen(engine: Any) -> None:
@@ -294,23 +265,22 @@ def scales_frozen(engine: Any) -> None:
         quantizer.end_forward = quantizer.end_backward = nothing
 
 
-def detail(**changes: Any) -> Callable[[Any], None]:
+def tables(engine: Any) -> list[Any]:
+    """Of delayed scaling."""
+    quantizers = engine.emulation.quantizers.values()
+    return [table for quantizer in quantizers for table in (quantizer.forward_table, quantizer.backward_table)]
+
+
+@given
+def detail(engine: Any, **changes: Any) -> None:
     """Other details of the rule, in the quantizer and its tables, under the same name."""
-
-    def plant(engine: Any) -> None:
-        import dataclasses
-
-        for quantizer in engine.emulation.quantizers.values():
-            for table in (quantizer.forward_table, quantizer.backward_table):
-                table.quant = dataclasses.replace(table.quant, **changes)
-
-    return plant
+    for table in tables(engine):
+        table.quant = dataclasses.replace(table.quant, **changes)
 
 
 def history_cut(engine: Any) -> None:
-    for quantizer in engine.emulation.quantizers.values():
-        for table in (quantizer.forward_table, quantizer.backward_table):
-            table.history = table.history[:4].clone()
+    for table in tables(engine):
+        table.history = table.history[:4].clone()
 
 
 def not_rotated(engine: Any) -> None:
@@ -330,15 +300,11 @@ def rounded_to_nearest(engine: Any) -> None:
 
 
 def rounded_upwards(engine: Any) -> None:
-    randomness = engine.emulation.randomness
-    real = randomness.bytes
-    randomness.bytes = lambda *args, **kwargs: real(*args, **kwargs) | 0xC0
+    changed(engine.emulation.randomness, "bytes", lambda drawn: drawn | 0xC0)
 
 
 def bytes_of_one_step(engine: Any) -> None:
-    randomness = engine.emulation.randomness
-    real = randomness.begin
-    randomness.begin = lambda step: real(1000)  # a step that no run here takes
+    instead(engine.emulation.randomness, "begin", lambda real, step: real(1000))  # a step that no run here takes
 
 
 def replaced(engine: Any, owner: Any, name: str, value: Any) -> None:

@@ -32,22 +32,43 @@ def build(world: None) -> Iterator[Callable[..., Any]]:
             engine.close()
 
 
-@pytest.fixture
-def drive() -> Callable[..., list[Any]]:
-    """Steps an engine under an AuditHook as the training loop does."""
+def nothing(step: int) -> None:
+    """Before or after a step."""
+
+
+def driven(
+    engine: Any,
+    hook: Any,
+    *,
+    steps: int = 1,
+    micro: int = 2,
+    batches: Any = None,
+    before: Callable[[int], None] = nothing,
+    after: Callable[[int], None] = nothing,
+) -> list[Any]:
+    """Steps an engine under an AuditHook as the training loop does; what the steps returned."""
     from tests.backend.engines import tiny
 
-    def go(engine: Any, hook: Any, *, steps: int = 1, before: Callable[[int], None] = lambda step: None) -> list[Any]:
-        training, batches, results = SimpleNamespace(engine=engine), tiny.batches(), []
-        hook.built(training)
-        hook.started(training)
-        for step in range(steps):
-            before(step)
-            hook.stepping(training)
-            results.append(engine.train_step(batches, microbatches=2))
-            hook.stepped(training, results[-1])
-        hook.finished(training)
-        hook.closed()
-        return results
+    training, batches, results = SimpleNamespace(engine=engine), batches or tiny.batches(), []
+    hook.built(training)
+    hook.started(training)
+    for step in range(steps):
+        before(step)
+        hook.stepping(training)
+        results.append(engine.train_step(batches, microbatches=micro))
+        hook.stepped(training, results[-1])
+        after(step)
+    hook.finished(training)
+    hook.closed()
+    return results
 
-    return go
+
+def faults_in(hook: Any) -> list[str]:
+    """What all of a run's audits named."""
+    return [text for one in hook.history for text in one.get("faults", ())]
+
+
+@pytest.fixture
+def drive() -> Callable[..., list[Any]]:
+    """`driven`."""
+    return driven

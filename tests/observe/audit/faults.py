@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -30,24 +31,37 @@ def parts(engine: Any) -> list[Any]:
     return list(engine.optimizer.chained_optimizers)
 
 
+def given(plant: Callable[..., None]) -> Callable[..., Callable[[Any], None]]:
+    """A fault with settings: plant(engine, *settings) becomes plant(*settings), which is planted in an engine."""
+
+    @wraps(plant)
+    def with_settings(*args: Any, **named: Any) -> Callable[[Any], None]:
+        return lambda engine: plant(engine, *args, **named)
+
+    return with_settings
+
+
+def instead(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """`call`, which gets the real one ahead of its arguments, in place of `owner.name`."""
+    setattr(owner, name, partial(call, getattr(owner, name)))
+
+
 def changed(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
     """What `owner.name` returns is changed."""
-    real = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs)))
+    instead(owner, name, lambda real, *args, **kwargs: change(real(*args, **kwargs)))
 
 
 def around(owner: Any, name: str, enters: Callable[[], Callable[[], None] | None]) -> None:
     """`enters` before each call of `owner.name`, and what it returns after it."""
-    real = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(real: Any, *args: Any, **kwargs: Any) -> Any:
         leaves = enters()
         result = real(*args, **kwargs)
         if leaves is not None:
             leaves()
         return result
 
-    setattr(owner, name, call)
+    instead(owner, name, call)
 
 
 def after(owner: Any, name: str, then: Callable[[], None]) -> None:
@@ -102,12 +116,7 @@ def one_weight_never_refreshed(engine: Any) -> None:
 
 def weight_disturbed(engine: Any) -> None:
     """A forward weight gets noise that its main weight knows nothing of."""
-    weight = linear(engine).weight
-
-    def disturb() -> None:
-        weight.data.view(-1)[5] += 0.125
-
-    after(engine, "train_step", disturb)
+    after(engine, "train_step", lambda: linear(engine).weight.data.view(-1)[5:6].add_(0.125))
 
 
 def optimizer_frozen(engine: Any) -> None:
@@ -149,15 +158,13 @@ def requires_grad_off(engine: Any) -> None:
     linear(engine).weight.requires_grad_(False)
 
 
-def cast_state(name: str, dtype: torch.dtype) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        def cast() -> None:
-            for state in states(engine)[:1]:
-                state[name] = state[name].to(dtype)
+@given
+def cast_state(engine: Any, name: str, dtype: torch.dtype) -> None:
+    def cast() -> None:
+        for state in states(engine)[:1]:
+            state[name] = state[name].to(dtype)
 
-        after(engine, "train_step", cast)
-
-    return plant
+    after(engine, "train_step", cast)
 
 
 def remainders_zeroed(engine: Any) -> None:
@@ -191,37 +198,30 @@ def parameters_alias(engine: Any) -> None:
     two.data = one.data
 
 
-def stored_as(dtype: torch.dtype, *path: str) -> Callable[[Any], None]:
+@given
+def stored_as(engine: Any, dtype: torch.dtype, *path: str) -> None:
     """The parameters of one module rest in another dtype."""
-
-    def plant(engine: Any) -> None:
-        module = gpt(engine).get_submodule(".".join(path))
-        for parameter in module.parameters():
-            own = getattr(parameter, "_local_tensor", parameter)
-            own.data = own.data.to(dtype)
-
-    return plant
+    for parameter in gpt(engine).get_submodule(".".join(path)).parameters():
+        own = getattr(parameter, "_local_tensor", parameter)
+        own.data = own.data.to(dtype)
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------------------------------
+@given
 def change_gradients(
-    change: Callable[[torch.Tensor], torch.Tensor], name: str = "linear_fc1.weight"
-) -> Callable[[Any], None]:
+    engine: Any, change: Callable[[torch.Tensor], torch.Tensor], name: str = "linear_fc1.weight"
+) -> None:
     """Changes accumulated gradients right before the optimizer looks at them; all of them for an empty name."""
 
-    def plant(engine: Any) -> None:
-        def act() -> None:
-            for full, p in engine.named_parameters():
-                if not full.endswith(name):
-                    continue
+    def act() -> None:
+        for full, p in engine.named_parameters():
+            if full.endswith(name):
                 grad = getattr(p, "main_grad", None)
                 grad = p.grad if grad is None else grad
                 grad = getattr(grad, "_local_tensor", grad)
                 grad.copy_(change(grad))
 
-        after(engine.configs.model, "finalize_model_grads_func", act)
-
-    return plant
+    after(engine.configs.model, "finalize_model_grads_func", act)
 
 
 def last_microbatch_only(engine: Any) -> None:
@@ -240,13 +240,7 @@ def no_scale_function(engine: Any) -> None:
 
 def unscaled_twice(engine: Any) -> None:
     for part in parts(engine):
-        real = part._unscale_main_grads_and_check_for_nan
-
-        def twice(real: Any = real) -> Any:
-            real()
-            return real()
-
-        part._unscale_main_grads_and_check_for_nan = twice
+        instead(part, "_unscale_main_grads_and_check_for_nan", lambda real: (real(), real())[1])
 
 
 def scale_of_one(engine: Any) -> None:
@@ -268,10 +262,8 @@ def scale_drifts(engine: Any) -> None:
 
 
 # --- flags ---------------------------------------------------------------------------------------------------------------------------------
-def flip(target: str, field: str, value: Any) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        from mpbridge.observe.audit.flags import configs
+@given
+def flip(engine: Any, target: str, field: str, value: Any) -> None:
+    from mpbridge.observe.audit.flags import configs
 
-        setattr(configs(engine)[target], field, value)
-
-    return plant
+    setattr(configs(engine)[target], field, value)

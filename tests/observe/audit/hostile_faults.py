@@ -3,81 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from tests.observe.audit import faults as f
 from tests.observe.audit.compute_faults import replaced
-from tests.observe.audit.faults import around, changed, gpt, inner, linear, narrow, nothing, states, stepping, updated
 
 
 # --- weights and states --------------------------------------------------------------------------------------------------------------------
-def narrowed(bits: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def narrowed(wide: torch.Tensor, bits: int) -> torch.Tensor:
     """FP32 numbers with so many bits of mantissa."""
-    drop = 23 - bits
-
-    def narrow(wide: torch.Tensor) -> torch.Tensor:
-        whole = wide.detach().contiguous().view(torch.int32)
-        return (((whole + (1 << (drop - 1))) >> drop) << drop).view(torch.float32)
-
-    return narrow
+    drop, whole = 23 - bits, wide.detach().contiguous().view(torch.int32)
+    return (((whole + (1 << (drop - 1))) >> drop) << drop).view(torch.float32)
 
 
-def states_with(bits: int, name: str) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        narrow = narrowed(bits)
+@f.given
+def states_with(engine: Any, bits: int, name: str) -> None:
+    def act() -> None:
+        for state in f.states(engine):
+            state[name].copy_(narrowed(state[name], bits))
 
-        def act() -> None:
-            for state in states(engine):
-                state[name].copy_(narrow(state[name]))
-
-        stepping(engine, act)
-
-    return plant
+    f.stepping(engine, act)
 
 
-def main_weights_with(bits: int) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        narrow = narrowed(bits)
+@f.given
+def main_weights_with(engine: Any, bits: int) -> None:
+    def act() -> None:
+        for own in f.updated(engine):
+            own.data.copy_(narrowed(own.data, bits))
 
-        def act() -> None:
-            for own in updated(engine):
-                own.data.copy_(narrow(own.data))
-
-        stepping(engine, act)
-
-    return plant
+    f.stepping(engine, act)
 
 
 def frozen_while_nobody_looks(engine: Any) -> None:
     """The inner optimizer takes its steps under a dispatch mode only."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
-    optimizer = inner(engine)
-    real = optimizer.step
-    optimizer.step = lambda *args, **kwargs: real(*args, **kwargs) if modes() else None
+    f.instead(f.inner(engine), "step", lambda real, *args, **kwargs: real(*args, **kwargs) if modes() else None)
 
 
 def update_in_bf16(engine: Any) -> None:
     """The update is rounded to BF16 before it is added to FP32 weights."""
 
     def enters() -> Callable[[], None]:
-        kept = [(p, p.detach().clone()) for p in updated(engine)]
+        kept = [(p, p.detach().clone()) for p in f.updated(engine)]
 
         def leaves() -> None:
             for p, old in kept:
-                p.data.copy_(old + narrow(p.detach() - old))
+                p.data.copy_(old + f.narrow(p.detach() - old))
 
         return leaves
 
-    around(inner(engine), "step", enters)
+    f.around(f.inner(engine), "step", enters)
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------------------------------
 def gradients_kept(engine: Any) -> None:
     """The last step's gradients are still there when the next ones are added."""
     for chunk in engine.model:
-        chunk.zero_grad_buffer = nothing
+        chunk.zero_grad_buffer = f.nothing
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -106,13 +92,9 @@ class _Backward(torch.autograd.Function):
         return dx, dw.to(weight.dtype), None, None
 
 
-def backward_reads(
-    *, dy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t, w: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
-) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        linear(engine)._forward_impl = lambda input, weight, *args, **kwargs: _Backward.apply(input, weight, dy, w)
-
-    return plant
+@f.given
+def backward_reads(engine: Any, *, dy: Any = lambda t: t, w: Any = lambda t: t) -> None:
+    f.linear(engine)._forward_impl = lambda input, weight, *args, **kwargs: _Backward.apply(input, weight, dy, w)
 
 
 # --- compute -------------------------------------------------------------------------------------------------------------------------------
@@ -131,24 +113,22 @@ class _Precision:
 
 
 def norm_in_bf16(engine: Any) -> None:
-    norm = gpt(engine).decoder.layers[1].input_layernorm
-    real = norm.forward
+    norm = f.gpt(engine).decoder.layers[1].input_layernorm
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(real: Any, x: torch.Tensor) -> torch.Tensor:
         wide = x.bfloat16()
-        mean = wide.mean(-1, keepdim=True)
-        centred = wide - mean
+        centred = wide - wide.mean(-1, keepdim=True)
         scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + 1e-5)
         out = centred * scale * norm.weight.bfloat16()
         bias = getattr(norm, "bias", None)
         return (out if bias is None else out + bias.bfloat16()).to(real(x).dtype)
 
-    norm.forward = forward
+    f.instead(norm, "forward", forward)
 
 
 def norm_in_bf16_without_a_root(engine: Any) -> None:
     """The same by other operations: nothing of it is a norm's kernel or a reciprocal root."""
-    norm = gpt(engine).decoder.layers[1].input_layernorm
+    norm = f.gpt(engine).decoder.layers[1].input_layernorm
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         wide = x.bfloat16()
@@ -161,63 +141,54 @@ def norm_in_bf16_without_a_root(engine: Any) -> None:
 
 def output_gradients_rounded(engine: Any) -> None:
     """What a linear's backward pass is given is rounded to BF16 on its way."""
-    linear(engine).register_full_backward_pre_hook(lambda module, grads: narrow(grads))
+    f.linear(engine).register_full_backward_pre_hook(lambda module, grads: f.narrow(grads))
 
 
 def linear_by_a_batched_product(engine: Any) -> None:
     """A linear in FP16, whose product has three dimensions."""
-    module = linear(engine)
 
     def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         turned = weight.half().t().expand(input.shape[0], *weight.shape[::-1])
         return torch.bmm(input.half(), turned).to(input.dtype)
 
-    module._forward_impl = forward
+    f.linear(engine)._forward_impl = forward
 
 
 def linear_without_a_product(engine: Any) -> None:
     """A linear that multiplies and adds element by element, in FP16."""
-    module = linear(engine)
 
     def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (input.half().unsqueeze(-2) * weight.half()).sum(-1).to(input.dtype)
 
-    module._forward_impl = forward
+    f.linear(engine)._forward_impl = forward
 
 
 def attention_without_a_product(engine: Any) -> None:
     """Core attention hands its values on, by no product at all."""
-    attention = linear(engine, "self_attention.core_attention")
+    attention = f.linear(engine, "self_attention.core_attention")
     attention.forward = lambda query, key, value, *args, **kwargs: value.reshape(*value.shape[:2], -1).clone()
 
 
 def angles_rounded_on_their_way(engine: Any) -> None:
-    changed(gpt(engine).rotary_pos_emb, "forward", narrow)
+    f.changed(f.gpt(engine).rotary_pos_emb, "forward", f.narrow)
 
 
 def logits_rounded(engine: Any) -> None:
-    changed(gpt(engine).output_layer, "forward", narrow)
+    f.changed(f.gpt(engine).output_layer, "forward", f.narrow)
 
 
 # --- quantization --------------------------------------------------------------------------------------------------------------------------
-def operands_of(role: str, side: str, change: Callable[..., Any]) -> Callable[[Any], None]:
+@f.given
+def operands_of(engine: Any, role: str, of: str, change: Callable[..., Any]) -> None:
     """change(real, x, gemm, side, more) makes one operand of every quantized linear."""
 
-    def plant(engine: Any) -> None:
-        for quantizer in engine.emulation.quantizers.values():
-            real = quantizer.operand
+    def make(real: Any, x: Any, *, gemm: Any, side: Any, **more: Any) -> Any:
+        made = partial(change, real) if (gemm, side) == (role, of) else real
+        return made(x, gemm=gemm, side=side, **more)
 
-            def make(x: Any, *, gemm: Any, side: Any, real: Any = real, **more: Any) -> Any:
-                if (gemm, side) == wanted:
-                    return change(real, x, gemm=gemm, side=side, **more)
-                return real(x, gemm=gemm, side=side, **more)
-
-            quantizer.operand = make
-            if hasattr(quantizer, "shares_copies"):
-                quantizer.shares_copies = lambda side: False
-
-    wanted = (role, side)
-    return plant
+    for quantizer in engine.emulation.quantizers.values():
+        f.instead(quantizer, "operand", make)
+        quantizer.shares_copies = lambda side: False
 
 
 def squeezed(real: Any, x: torch.Tensor, **how: Any) -> Any:
@@ -229,7 +200,7 @@ def squeezed(real: Any, x: torch.Tensor, **how: Any) -> Any:
 
 def coarse(real: Any, x: torch.Tensor, **how: Any) -> Any:
     """Rounded to two bits of mantissa before it is quantized by its rule."""
-    return real(narrowed(2)(x.float()).to(x.dtype), **how)
+    return real(narrowed(x.float(), 2).to(x.dtype), **how)
 
 
 def halved(real: Any, x: torch.Tensor, **how: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.observe.audit.faults import gpt, inner
+from tests.observe.audit.faults import given, gpt, inner, instead
 
 
 def mixer(engine: Any) -> Any:
@@ -83,26 +83,19 @@ def norm_in_bf16(engine: Any) -> None:
     norm.forward = forward
 
 
-def cast(name: str, dtype: torch.dtype) -> Any:
-    def plant(engine: Any) -> None:
-        owner: Any = mixer(engine)
-        path, _, last = name.rpartition(".")
-        owner = owner.get_submodule(path) if path else owner
-        getattr(owner, last).data = getattr(owner, last).data.to(dtype)
-
-    return plant
+@given
+def cast(engine: Any, name: str, dtype: torch.dtype) -> None:
+    parameter = mixer(engine).get_parameter(name)
+    parameter.data = parameter.data.to(dtype)
 
 
-def no_longer_trained(name: str) -> Any:
+@given
+def no_longer_trained(engine: Any, name: str) -> None:
     """Its parameter (or its main weight) is taken out of the optimizer's groups."""
-
-    def plant(engine: Any) -> None:
-        parameter = mixer(engine).get_parameter(name)
-        mine = {id(parameter), id(getattr(parameter, "main_param", None))}
-        for group in inner(engine).param_groups:
-            group["params"] = [one for one in group["params"] if id(one) not in mine]
-
-    return plant
+    parameter = mixer(engine).get_parameter(name)
+    mine = {id(parameter), id(getattr(parameter, "main_param", None))}
+    for group in inner(engine).param_groups:
+        group["params"] = [one for one in group["params"] if id(one) not in mine]
 
 
 def projection_unquantized(engine: Any) -> None:
@@ -113,10 +106,8 @@ def projection_unquantized(engine: Any) -> None:
 
 def projection_in_fp16(engine: Any) -> None:
     """The mixer's first projection multiplies in FP16 and returns BF16."""
-    linear = mixer(engine).in_proj
-    real = linear._forward_impl
 
-    def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(real: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return real(input.half(), weight.half(), *args, **kwargs).to(input.dtype)
 
-    linear._forward_impl = forward
+    instead(mixer(engine).in_proj, "_forward_impl", forward)

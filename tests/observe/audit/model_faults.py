@@ -50,24 +50,25 @@ NEEDS = {"core muon": "emerging_optimizers", "core muon fp32": "emerging_optimiz
 
 
 # --- Muon ----------------------------------------------------------------------------------------------------------------------------------
-def muon(engine: Any) -> Any:
+def inner_of(engine: Any) -> list[Any]:
     from mpbridge.observe.audit.flags import inner_optimizers
 
-    return next(one for one in inner_optimizers(engine.optimizer) if "Muon" in type(one).__name__)
+    return inner_optimizers(engine.optimizer)
+
+
+def muon(engine: Any) -> Any:
+    return next(one for one in inner_of(engine) if "Muon" in type(one).__name__)
 
 
 def momenta(engine: Any) -> list[torch.Tensor]:
     return [state["momentum_buffer"] for state in muon(engine).state.values() if state]
 
 
-def of_momenta(change: Callable[[torch.Tensor], None]) -> Callable[[Any], None]:
+@f.given
+def of_momenta(engine: Any, change: Callable[[torch.Tensor], None]) -> None:
     """Once, now."""
-
-    def plant(engine: Any) -> None:
-        for momentum in momenta(engine):
-            change(momentum)
-
-    return plant
+    for momentum in momenta(engine):
+        change(momentum)
 
 
 def momentum_zeroed_before_every_step(engine: Any) -> None:
@@ -84,38 +85,30 @@ def momentum_rounded_after_every_step(engine: Any) -> None:
     f.after(muon(engine), "step", lambda: [one.copy_(one.bfloat16()) for one in momenta(engine)] and None)
 
 
-def of_muon(**values: Any) -> Callable[[Any], None]:
+@f.given
+def of_muon(engine: Any, **values: Any) -> None:
     """Settings of its groups, or beside them, that its config does not declare."""
-
-    def plant(engine: Any) -> None:
-        own = muon(engine)
-        core = {"momentum": "momentum_beta"} if hasattr(own, "scaled_orthogonalize_fn") else {}
-        for name, value in values.items():
-            if core and name in ("nesterov", "fp32_matmul_prec"):
-                setattr(own, {"nesterov": "use_nesterov"}.get(name, name), value)
-            for group in own.param_groups:
-                group |= {core.get(name, name): value} if core.get(name, name) in group else {}
-
-    return plant
+    own = muon(engine)
+    core = {"momentum": "momentum_beta"} if hasattr(own, "scaled_orthogonalize_fn") else {}
+    for name, value in values.items():
+        if core and name in ("nesterov", "fp32_matmul_prec"):
+            setattr(own, {"nesterov": "use_nesterov"}.get(name, name), value)
+        for group in own.param_groups:
+            group |= {core.get(name, name): value} if core.get(name, name) in group else {}
 
 
-def orthogonalized_by(made: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+@f.given
+def orthogonalized_by(engine: Any, made: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     """What is taken for the orthogonalized matrix: `made` of (the real function, the momentum)."""
+    own = muon(engine)
+    if hasattr(own, "scaled_orthogonalize_fn"):
+        f.instead(own, "scaled_orthogonalize_fn", lambda real, grad, *rest: made(lambda one: real(one, *rest), grad))
+        return
 
-    def plant(engine: Any) -> None:
-        own = muon(engine)
-        if hasattr(own, "scaled_orthogonalize_fn"):
-            real = own.scaled_orthogonalize_fn
-            own.scaled_orthogonalize_fn = lambda grad, *rest: made(lambda one: real(one, *rest), grad)
-            return
-        moved = own._moved
+    def moved(real: Any, name: str, direction: torch.Tensor, group: Any) -> torch.Tensor:
+        return -group["lr"] * made(lambda one: real(name, one, group) / -group["lr"], direction)
 
-        def instead(name: str, direction: torch.Tensor, group: Any) -> torch.Tensor:
-            return -group["lr"] * made(lambda one: moved(name, one, group) / -group["lr"], direction)
-
-        own._moved = instead
-
-    return plant
+    f.instead(own, "_moved", moved)
 
 
 def _as_it_is(real: Any, momentum: torch.Tensor) -> torch.Tensor:
@@ -140,15 +133,14 @@ def in_another_format(engine: Any) -> None:
     if hasattr(own, "fp32_matmul_prec"):
         own.fp32_matmul_prec = "highest" if own.fp32_matmul_prec == "medium" else "medium"
         return
-    step = own.step
 
-    def wide() -> None:
+    def wide(step: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             for name, cast in CASTS.items():
                 patch.setattr(torch.Tensor, name, cast)
             step()
 
-    own.step = wide
+    f.instead(own, "step", wide)
 
 
 def given_to_adam(engine: Any) -> None:
@@ -162,12 +154,6 @@ def given_to_adam(engine: Any) -> None:
     if hasattr(own, "whole"):
         own.whole = {key: one for key, one in own.whole.items() if key != name}
     adam.param_groups[0]["params"].append(mine)
-
-
-def inner_of(engine: Any) -> list[Any]:
-    from mpbridge.observe.audit.flags import inner_optimizers
-
-    return inner_optimizers(engine.optimizer)
 
 
 def adams_moments_zeroed(engine: Any) -> None:
@@ -186,22 +172,16 @@ def named(engine: Any, end: str) -> Any:
     return next(one for name, one in engine.named_parameters() if name.endswith(end))
 
 
-def scale_times(factor: float) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        for one in adapters(engine):
-            one.scale *= factor
-
-    return plant
+@f.given
+def scale_times(engine: Any, factor: float) -> None:
+    for one in adapters(engine):
+        one.scale *= factor
 
 
-def result_times(factor: float) -> Callable[[Any], None]:
+@f.given
+def result_times(engine: Any, factor: float) -> None:
     """One adapter's result, with its scale untouched."""
-
-    def plant(engine: Any) -> None:
-        one = adapters(engine)[-1]
-        f.changed(one, "forward", lambda out: out * factor)
-
-    return plant
+    f.changed(adapters(engine)[-1], "forward", lambda out: out * factor)
 
 
 def cast(engine: Any) -> None:
@@ -221,22 +201,14 @@ def computed_in_bf16(engine: Any) -> None:
 
 def reads_e4m3(engine: Any) -> None:
     """An adapter reads its input through E4M3."""
-    one = adapters(engine)[-1]
-    real = one.forward
-    one.forward = lambda x: real(x.to(torch.float8_e4m3fn).to(x.dtype))
+    f.instead(adapters(engine)[-1], "forward", lambda real, x: real(x.to(torch.float8_e4m3fn).to(x.dtype)))
 
 
 END = "mlp.linear_fc1.weight"
 
 
 def base_moves(engine: Any) -> None:
-    weight = named(engine, END)
-
-    def move() -> None:
-        with torch.no_grad():
-            weight.view(-1)[5] += 1.0
-
-    f.after(engine, "train_step", move)
+    f.after(engine, "train_step", lambda: named(engine, END).data.view(-1)[5:6].add_(1.0))
 
 
 def stored_base_moves(engine: Any) -> None:
@@ -251,13 +223,10 @@ def stored_columns_move(engine: Any) -> None:
     named(engine, END)._columnwise_data.view(-1)[:4096].bitwise_xor_(128)
 
 
-def stored_factor_moves(copy: str) -> Callable[[Any], None]:
+@f.given
+def stored_factor_moves(engine: Any, copy: str) -> None:
     """The second factor of an NVFP4 copy's scales, so that each of its values is four times what it was."""
-
-    def plant(engine: Any) -> None:
-        getattr(named(engine, END), f"_amax_{copy}").mul_(4)
-
-    return plant
+    getattr(named(engine, END), f"_amax_{copy}").mul_(4)
 
 
 def base_rescaled(engine: Any) -> None:
@@ -285,8 +254,7 @@ def adapter_stops(engine: Any) -> None:
 
 def adapters_zeroed(engine: Any) -> None:
     """One factor is what it was at first again, after each step."""
-    weight = named(engine, "linear_fc1.adapter.linear_out.weight")
-    f.after(engine, "train_step", lambda: weight.data.zero_() is None)
+    f.after(engine, "train_step", lambda: named(engine, "linear_fc1.adapter.linear_out.weight").data.zero_())
 
 
 def another_linears_adapter(engine: Any) -> None:
@@ -301,39 +269,26 @@ def another_linears_adapter(engine: Any) -> None:
 
 def reads_another_input(engine: Any) -> None:
     """An adapter reads its linear's input, moved by one token."""
-    one = adapters(engine)[-1]
-    real = one.forward
-    one.forward = lambda x: real(x.roll(1, 0))
+    f.instead(adapters(engine)[-1], "forward", lambda real, x: real(x.roll(1, 0)))
 
 
 def is_given_another_input(engine: Any) -> None:
     """What calls an adapter hands it a copy of twice its linear's input."""
-    one = adapters(engine)[-1]
-    one.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    adapters(engine)[-1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
 
 
-def base_times(factor: float) -> Callable[[Any], None]:
+@f.given
+def base_times(engine: Any, factor: float) -> None:
     """A linear's result, or its weight, times a factor within forward; the adapter's is added to it afterwards."""
-
-    def plant(engine: Any) -> None:
-        one = next(one for name, one in f.gpt(engine).named_modules() if name.endswith("mlp.linear_fc1"))
-        real = one.forward
-
-        def forward(*args: Any, **named: Any) -> Any:
-            out, bias = real(*args, **named)
-            return out * factor, bias
-
-        one.forward = forward
-
-    return plant
+    one = next(one for name, one in f.gpt(engine).named_modules() if name.endswith("mlp.linear_fc1"))
+    f.changed(one, "forward", lambda made: (made[0] * factor, made[1]))
 
 
 def without_decay_within_a_step(engine: Any) -> None:
     """Muon's step leaves weight decay out, and its groups say otherwise before and after it."""
     own = muon(engine)
-    step = own.step
 
-    def plain() -> Any:
+    def plain(step: Any) -> Any:
         kept = [group["weight_decay"] for group in own.param_groups]
         for group in own.param_groups:
             group["weight_decay"] = 0.0
@@ -343,7 +298,7 @@ def without_decay_within_a_step(engine: Any) -> None:
             for group, decay in zip(own.param_groups, kept, strict=True):
                 group["weight_decay"] = decay
 
-    own.step = plain
+    f.instead(own, "step", plain)
 
 
 # --- hybrids -------------------------------------------------------------------------------------------------------------------------------
@@ -366,8 +321,7 @@ def in_fp16(engine: Any) -> None:
 
 
 def kept_step_sizes_cast(engine: Any) -> None:
-    mixer = m.mixer(engine)
-    mixer.dt_bias.data = mixer.dt_bias.data.to(torch.float16)
+    m.cast("dt_bias", torch.float16)(engine)
 
 
 STEP = ("optimizer step",)

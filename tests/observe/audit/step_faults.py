@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.observe.audit.faults import around, changed, gpt, inner, largest, states
+from tests.observe.audit.faults import around, changed, given, gpt, inner, largest, states
 
 
 def moments_zeroed_before_every_step(engine: Any) -> None:
@@ -19,15 +19,11 @@ def moments_zeroed_before_every_step(engine: Any) -> None:
     around(inner(engine), "step", zero)
 
 
-def moments_times(factor: float, *names: str) -> Callable[[Any], None]:
-    """Once, now: half of the elements of every moment of these names."""
-
-    def plant(engine: Any) -> None:
-        for state in states(engine):
-            for name in names:
-                state[name].view(-1)[::2] *= factor
-
-    return plant
+@given
+def moments_times(engine: Any, factor: float, name: str) -> None:
+    """Once, now: half of the elements of every moment of this name."""
+    for state in states(engine):
+        state[name].view(-1)[::2] *= factor
 
 
 def rates_doubled_inside(engine: Any) -> None:
@@ -44,14 +40,11 @@ def rates_doubled_inside(engine: Any) -> None:
     around(inner(engine), "step", enters)
 
 
-def setting(**values: Any) -> Callable[[Any], None]:
+@given
+def setting(engine: Any, **values: Any) -> None:
     """The optimizer's groups have other settings than its config declares."""
-
-    def plant(engine: Any) -> None:
-        for group in inner(engine).param_groups:
-            group.update(values)
-
-    return plant
+    for group in inner(engine).param_groups:
+        group.update(values)
 
 
 def decay_in_the_moments(engine: Any) -> None:
@@ -64,35 +57,29 @@ def never_clipped(engine: Any) -> None:
         config.clip_grad = 0.0
 
 
-def norm_times(factor: float) -> Callable[[Any], None]:
-    return lambda engine: changed(engine.optimizer, "get_grad_norm", lambda norm: norm * factor)
+@given
+def norm_times(engine: Any, factor: float) -> None:
+    changed(engine.optimizer, "get_grad_norm", lambda norm: norm * factor)
 
 
 def norm_in_bf16(engine: Any) -> None:
     changed(engine.optimizer, "get_grad_norm", lambda norm: float(torch.tensor(float(norm)).bfloat16()) * (1 + 2.0**-9))
 
 
-def one_ulp_apart(which: str) -> Callable[[Any], None]:
+@given
+def one_ulp_apart(engine: Any, which: str) -> None:
     """One FP32 element of a main weight or moment, now: too little to show in the rounded parameter."""
-
-    def plant(engine: Any) -> None:
-        weight = largest(engine)
-        tensor = weight.data if which == "main" else inner(engine).state[weight][which]
-        tensor.view(torch.int32).view(-1)[7] += 1
-
-    return plant
+    weight = largest(engine)
+    tensor = weight.data if which == "main" else inner(engine).state[weight][which]
+    tensor.view(torch.int32).view(-1)[7] += 1
 
 
-def frequencies_times(factor: float) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        gpt(engine).rotary_pos_emb.inv_freq *= factor
-
-    return plant
+@given
+def frequencies_times(engine: Any, factor: float) -> None:
+    gpt(engine).rotary_pos_emb.inv_freq *= factor
 
 
-def rate_times(factor: float) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        for group in engine.optimizer.param_groups:
-            group["lr"] *= factor
-
-    return plant
+@given
+def rate_times(engine: Any, factor: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] *= factor

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mpbridge.observe.audit import AuditHook
-from mpbridge.observe.audit.flags import inner_optimizers
 from mpbridge.observe.audit.holdings import holdings
-from tests.observe.audit.faults import after
+from tests.observe.audit.conftest import driven, faults_in, nothing
+from tests.observe.audit.faults import after, around, inner, states
 
-Between = Callable[[Any, int], None]
 
-
-def faults(engine: Any, between: Between, *, steps: int = 3, batches: Any = None) -> list[str]:
+def faults(engine: Any, between: Callable[[int], None] = nothing, *, steps: int = 3) -> list[str]:
     """What the audits of every step find; `between` runs after each of them."""
-    from tests.backend.engines import tiny
-
-    hook, training = AuditHook(mode="warn", every=1, invariants=1), SimpleNamespace(engine=engine)
-    batches = batches or tiny.batches()
-    try:
-        hook.built(training)
-        hook.started(training)
-        for step in range(steps):
-            hook.stepping(training)
-            hook.stepped(training, engine.train_step(batches, microbatches=2))
-            between(engine, step)
-    finally:
-        hook.closed()
-    return [text for one in hook.history for text in one.get("faults", ())]
+    hook = AuditHook(mode="warn", every=1, invariants=1)
+    driven(engine, hook, steps=steps, after=between)
+    return faults_in(hook)
 
 
-def putting_back(engine: Any) -> Between:
+def putting_back(engine: Any) -> Callable[[int], None]:
     kept = {
         held.name: (held.updated.detach().clone(), None if held.part is None else held.part.clone())
         for held in holdings(engine)
@@ -43,7 +29,7 @@ def putting_back(engine: Any) -> Between:
     }
 
     @torch.no_grad()
-    def put_back(engine: Any, step: int) -> None:
+    def put_back(step: int) -> None:
         for held in holdings(engine):
             if held.name in kept:
                 main, part = kept[held.name]
@@ -54,32 +40,6 @@ def putting_back(engine: Any) -> Between:
     return put_back
 
 
-def zeroed(engine: Any, step: int) -> None:
-    for optimizer in inner_optimizers(engine.optimizer):
-        for state in optimizer.state.values():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in state:
-                    state[key].zero_()
-
-
-def rounded(engine: Any, step: int) -> None:
-    for optimizer in inner_optimizers(engine.optimizer):
-        for state in optimizer.state.values():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in state:
-                    state[key].copy_(state[key].bfloat16())
-
-
-def halved(engine: Any, step: int) -> None:
-    for optimizer in inner_optimizers(engine.optimizer):
-        for state in optimizer.state.values():
-            state["exp_avg"].mul_(0.5)
-
-
-def nothing(engine: Any, step: int) -> None:
-    """A healthy run."""
-
-
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
 def test_weights_that_are_put_back_between_steps_are_named(build: Any, kind: str) -> None:
     engine = build(kind)
@@ -88,38 +48,35 @@ def test_weights_that_are_put_back_between_steps_are_named(build: Any, kind: str
     assert not any("embedding" in text and "bits of states" in text for text in found)
 
 
-def test_moments_that_are_zeroed_between_steps_are_named(build: Any) -> None:
-    found = faults(build("bf16"), zeroed)
-    assert any("emptied after the update" in text for text in found), found
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(torch.Tensor.zero_, ("emptied after the update",), id="zeroed"),
+        pytest.param(lambda moment: moment.copy_(moment.bfloat16()), ("bits of states", "before the update"), id="rounded"),
+        pytest.param(lambda moment: moment.mul_(0.5), ("exp_avg changed between two steps",), id="halved"),
+    ],
+)  # fmt: skip
+def test_moments_that_change_between_steps_are_named(build: Any, change: Any, words: tuple[str, ...]) -> None:
+    engine = build("bf16")
 
+    def between(step: int) -> None:
+        for state in states(engine):
+            for moment in (state["exp_avg"], state["exp_avg_sq"]):
+                change(moment)
 
-def test_moments_that_are_rounded_between_steps_are_named(build: Any) -> None:
-    found = faults(build("bf16"), rounded)
-    assert any("bits of states" in text and "before the update" in text for text in found), found
-
-
-def test_moments_that_are_halved_between_steps_are_named(build: Any) -> None:
-    found = faults(build("bf16"), halved, steps=2)
-    assert any("exp_avg changed between two steps" in text for text in found), found
+    found = faults(engine, between)
+    assert any(all(word in text for word in words) for text in found), found
 
 
 def test_another_rate_than_the_groups_is_named(build: Any) -> None:
     engine = build("bf16")
-    for optimizer in inner_optimizers(engine.optimizer):
-        real = optimizer.step
 
-        def step(*args: Any, real: Any = real, optimizer: Any = optimizer, **kwargs: Any) -> Any:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] *= 30
-            done = real(*args, **kwargs)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            return done
+    def times(factor: float) -> None:
+        for group in inner(engine).param_groups:
+            group["lr"] *= factor
 
-        optimizer.step = step
-    found = faults(engine, nothing)
-    assert any("not by what its moments give" in text or "moments" in text for text in found), found
+    around(inner(engine), "step", lambda: times(30.0) or (lambda: times(1 / 30.0)))
+    assert any("moments" in text for text in faults(engine))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
@@ -131,15 +88,8 @@ def test_a_schedule_that_reaches_a_rate_of_0_after_the_step_is_healthy(build: An
             group["lr"] = value
 
     rates(1e-9)  # some weights stand still in the last step, whose update is below their rounding
-    real = engine.train_step
-
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        rates(0.0)
-        return result
-
-    engine.train_step = train_step
-    assert faults(engine, nothing, steps=1) == []
+    after(engine, "train_step", lambda: rates(0.0))
+    assert faults(engine, steps=1) == []
 
 
 def test_a_rate_that_the_next_step_will_have_is_not_this_ones(build: Any) -> None:
@@ -157,7 +107,7 @@ def test_a_rate_that_the_next_step_will_have_is_not_this_ones(build: Any) -> Non
             group["lr"] = 6e-13
 
     after(engine, "train_step", warmer)
-    assert faults(engine, nothing, steps=1) == []
+    assert faults(engine, steps=1) == []
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
@@ -169,7 +119,7 @@ def test_a_block_that_begins_at_zero_is_healthy(build: Any, kind: str) -> None:
             if held.name.endswith(("layers.1.self_attention.linear_proj.weight", "layers.1.mlp.linear_fc2.weight")):
                 held.updated.data.zero_()
                 held.part.zero_()
-    assert faults(engine, nothing, steps=2) == []
+    assert faults(engine, steps=2) == []
 
 
 def test_a_block_whose_gradient_stays_zero_is_named(build: Any) -> None:
@@ -177,7 +127,7 @@ def test_a_block_whose_gradient_stays_zero_is_named(build: Any) -> None:
     engine = build("bf16")
     (block,) = [module for name, module in engine.model[0].named_modules() if name.endswith("layers.1.mlp")]
     block.register_forward_hook(lambda module, args, out: tuple(None if one is None else one * 0 for one in out))
-    found = faults(engine, nothing, steps=2)
+    found = faults(engine, steps=2)
     # weight decay moves the rest
     assert any("layers.1.pre_mlp_layernorm.bias" in text and "no gradient" in text for text in found), found
 
@@ -203,7 +153,7 @@ def test_scales_made_of_an_entry_that_left_are_healthy(build: Any, drive: Any, r
     drive(build(recipe, emulate=True, model=ONE_LAYER | model), hook, steps=STEPS)
     audited = [one["facts"]["delayed scales"] for one in hook.history if "delayed scales" in one["facts"]]
     assert len(audited) == STEPS
-    assert [text for one in hook.history for text in one.get("faults", ())] == []
+    assert faults_in(hook) == []
 
 
 @pytest.mark.parametrize("factor", [0.97, 2.0])
@@ -211,17 +161,12 @@ def test_a_wrong_scale_is_named_beside_a_short_history(build: Any, drive: Any, f
     engine, hook = build(SHORT, emulate=True, model=ONE_LAYER), AuditHook(mode="warn", every=1)
     (quantizer,) = engine.emulation.quantizers.values()
     table = quantizer.backward_table
-    real = table.update
-
-    def update(*args: Any) -> None:
-        real(*args)
-        table.scale = table.scale * factor
 
     def plant(step: int) -> None:
         if step == STEPS - 1:
-            table.update = update
+            after(table, "update", lambda: setattr(table, "scale", table.scale * factor))
 
     drive(engine, hook, steps=STEPS, before=plant)
-    named = [text for one in hook.history for text in one.get("faults", ())]
+    named = faults_in(hook)
     assert named
     assert all("delayed scales" in text and " dy: scale" in text for text in named), named

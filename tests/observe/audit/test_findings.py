@@ -35,8 +35,7 @@ def test_a_loss_is_excused_only_where_it_may_be_one_kernel(
     module: Any, settings: dict[str, bool], excused: bool
 ) -> None:
     engine: Any = SimpleNamespace(model=[module()], configs=SimpleNamespace(model=SimpleNamespace(**settings)))
-    promises: Any = None
-    assert bool(why_unseen(engine, promises, "loss")) is excused
+    assert bool(why_unseen(engine, "loss")) is excused
 
 
 def test_a_row_names_every_dtype_that_is_accepted() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,23 +13,12 @@ import torch
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.observe.audit import AuditHook
 from tests.observe.audit.catalogue import ENGINES, HYBRID, MOE, SHARDED
+from tests.observe.audit.conftest import driven, faults_in
+from tests.observe.audit.faults import after
 
 SAME = (
-    "ddp",
-    "fp32",
-    "fp16",
-    "dist",
-    "residual",
-    "logits",
-    "fsdp2",
-    "fsdp2 a",
-    "mfsdp",
-    "tensorwise",
-    "delayed",
-    "mxfp8",
-    "nvfp4",
-    "tensorwise fsdp2",
-)
+    "ddp", "fp32", "fp16", "dist", "residual", "logits", "fsdp2", "fsdp2 a", "mfsdp", "tensorwise", "delayed", "mxfp8", "nvfp4", "tensorwise fsdp2",
+)  # fmt: skip
 """Runs in which the catalogue plants its faults."""
 RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: ENGINES[name] for name in SAME},
@@ -89,26 +77,15 @@ def audited(build: Any, recipe: str, model: str, optimizer: str, batch: str, ste
     sections = sections | {name: sections.get(name, {}) | more for name, more in both.items()}
     engine = build(kind, **sections)
     micro = {"one micro-batch": 1, "four micro-batches": 4}.get(batch, 2)
-    stream = masked(tiny.batches(), batch, micro)
-    hook, training = AuditHook(mode="warn", every=1, invariants=1), SimpleNamespace(engine=engine)
-    hook.built(training)
-    hook.started(training)
-    for _ in range(steps):
-        hook.stepping(training)
-        hook.stepped(training, engine.train_step(stream, microbatches=micro))
-    hook.finished(training)
-    hook.closed()
+    hook = AuditHook(mode="warn", every=1, invariants=1)
+    driven(engine, hook, steps=steps, micro=micro, batches=masked(tiny.batches(), batch, micro))
     return hook
-
-
-def faults(hook: AuditHook) -> list[str]:
-    return [text for one in hook.history for text in one.get("faults", ())]
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "fsdp2", "mfsdp"])
 def test_a_first_batch_without_a_token_to_learn_from_only_defers_the_audit(build: Any, recipe: str) -> None:
     hook = audited(build, recipe, "plain", "adam", "first masked")
-    assert faults(hook) == []
+    assert faults_in(hook) == []
     assert [one["step"] for one in hook.history if "weights moved" in one["facts"]] == [2, 3]
 
 
@@ -125,7 +102,7 @@ def test_a_first_batch_without_a_token_to_learn_from_only_defers_the_audit(build
     ],
 )
 def test_an_unusual_run_is_healthy(build: Any, recipe: str, model: str, optimizer: str, batch: str) -> None:
-    assert faults(audited(build, recipe, model, optimizer, batch, steps=2)) == []
+    assert faults_in(audited(build, recipe, model, optimizer, batch, steps=2)) == []
 
 
 @pytest.mark.parametrize("recipe", ["dist", "fsdp2"])  # Megatron-FSDP refuses a model with frozen parameters
@@ -142,8 +119,7 @@ def test_frozen_parts_are_no_fault(build: Any, recipe: str, monkeypatch: pytest.
         return model
 
     monkeypatch.setattr(gpt, "gpt_model", frozen)
-    hook = audited(build, recipe, "untied", "adam", "whole")
-    assert faults(hook) == []
+    assert faults_in(audited(build, recipe, "untied", "adam", "whole")) == []
 
 
 def test_adapters_on_a_frozen_base_are_no_fault(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +138,7 @@ def test_adapters_on_a_frozen_base_are_no_fault(build: Any, monkeypatch: pytest.
         return model
 
     monkeypatch.setattr(gpt, "gpt_model", adapted)
-    assert faults(audited(build, "mxfp8", "untied", "adam", "whole")) == []
+    assert faults_in(audited(build, "mxfp8", "untied", "adam", "whole")) == []
 
 
 def _adapter(linear: Any, args: Any, output: Any) -> Any:
@@ -171,20 +147,15 @@ def _adapter(linear: Any, args: Any, output: Any) -> Any:
 
 
 def test_a_weight_decay_that_a_schedule_changes_after_the_step_is_no_fault(build: Any) -> None:
-    from tests.backend.engines import tiny
+    engine, hook = build("bf16", optimizer={"weight_decay": 0.3}), AuditHook(mode="warn", every=1, invariants=1)
 
-    engine = build("bf16", optimizer={"weight_decay": 0.3})
-    hook, training = AuditHook(mode="warn", every=1, invariants=1), SimpleNamespace(engine=engine)
-    hook.built(training)
-    hook.started(training)
-    for _ in range(3):
-        hook.stepping(training)
-        result = engine.train_step(tiny.batches(), microbatches=2)
-        for group in engine.optimizer.param_groups:  # as the loop's scheduler does, before the audit looks
+    def halve() -> None:
+        for group in engine.optimizer.param_groups:
             group["weight_decay"] *= 0.5
-        hook.stepped(training, result)
-    hook.closed()
-    assert [text for text in faults(hook) if "weights moved" in text] == []
+
+    after(engine, "train_step", halve)  # as the loop's scheduler does, before the audit looks
+    driven(engine, hook, steps=3)
+    assert [text for text in faults_in(hook) if "weights moved" in text] == []
 
 
 def _hundred() -> list[tuple[str, str, str, str]]:
@@ -214,7 +185,7 @@ def test_a_hundred_healthy_runs_raise_no_alarm(build: Any) -> None:
             return made[0]
 
         try:
-            found = faults(audited(once, *row))
+            found = faults_in(audited(once, *row))
         except (Contradiction, Refused):
             if made:  # what stops a run that stands is no rule
                 raise

@@ -30,13 +30,11 @@ def audited(folder: Path) -> list[tuple[int, str]]:
 
 
 def test_the_first_step_after_a_rollback_is_audited(tmp_path: Path) -> None:
-    run = tiny_run(
-        tmp_path,
-        train=SHORT | {"train_iters": 5, "nonfinite": "rollback 1"},
-        checkpoint={"save": str(tmp_path / "saved"), "save_interval": 2},
-        audit={"every": 0},
-        logger=QUIET,
+    train, kept = (
+        SHORT | {"train_iters": 5, "nonfinite": "rollback 1"},
+        {"save": str(tmp_path / "saved"), "save_interval": 2},
     )
+    run = tiny_run(tmp_path, train=train, checkpoint=kept, audit={"every": 0}, logger=QUIET)
     pretrain(run, hooks=[Poison(4)], quiet=True)
     assert audited(tmp_path) == [(1, "first update"), (3, "rolled back")]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -86,12 +84,8 @@ def test_the_first_step_of_a_stage_that_a_resume_begins_with_is_audited(tmp_path
 
 def test_keep_last_keeps_the_last_good_checkpoint_and_a_resume_goes_on_from_it(tmp_path: Path) -> None:
     kept = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved"), "save_interval": 2, "keep_last": 1}
-    sections: dict[str, Any] = {
-        "train": SHORT | {"train_iters": 8},
-        "checkpoint": kept,
-        "audit": {"every": 3},
-        "logger": QUIET,
-    }
+    train = SHORT | {"train_iters": 8}
+    sections: dict[str, Any] = {"train": train, "checkpoint": kept, "audit": {"every": 3}, "logger": QUIET}
     with pytest.raises(AuditFailed, match=r"(?s)step 6: .*weights as read"):
         pretrain(tiny_run(tmp_path, **sections), hooks=[Plant(faults.model_never_refreshed, 4)], quiet=True)
     left = [(entry.step, store.audit_of(entry.path)) for entry in store.saved(tmp_path / "saved")]
@@ -137,12 +131,8 @@ def _rank(folder: Path) -> None:
     start_process_group(False)
     seen = {}
     for moment in MOMENTS:
-        made = tiny(
-            folder,
-            train=SHORT | {"train_iters": 4},
-            audit={"every": 3},
-            logger=QUIET | {"log_dir": str(folder / moment)},
-        )
+        logger = QUIET | {"log_dir": str(folder / moment)}
+        made = tiny(folder, train=SHORT | {"train_iters": 4}, audit={"every": 3}, logger=logger)
         try:
             pretrain(made.resolved(dist.get_world_size()), hooks=[_Drift(moment)], quiet=True)
             text = "no fault was named"

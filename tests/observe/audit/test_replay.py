@@ -31,15 +31,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def held_of(optimizer: Any, weight: torch.nn.Parameter) -> Held:
-    return Held(
-        name="weight",
-        parameter=weight,
-        part=weight.detach().reshape(-1),
-        updated=weight,
-        inner=optimizer,
-        group=optimizer.param_groups[0],
-        state=optimizer.state.get(weight, {}),
-    )
+    own = {"inner": optimizer, "group": optimizer.param_groups[0], "state": optimizer.state.get(weight, {})}
+    return Held("weight", weight, weight.detach().reshape(-1), weight, **own)
 
 
 def stepped(
@@ -89,10 +82,7 @@ def of_group(**values: Any) -> Callable[[Any, Any], None]:
 
 
 def of_state(name: str, factor: float) -> Callable[[Any, Any], None]:
-    def change(optimizer: Any, weight: Any) -> None:
-        optimizer.state[weight][name].view(-1)[::2] *= factor
-
-    return change
+    return lambda optimizer, weight: optimizer.state[weight][name].view(-1)[::2].mul_(factor)
 
 
 CHANGES = {
@@ -113,15 +103,14 @@ MUONS = {
     "momentum zeroed": of_state("momentum_buffer", 0.0),
     "one part in ten thousand of the momentum": of_state("momentum_buffer", 1.0001),
 }
+ANOTHER = [
+    pytest.param(name, change, id=f"{name}: {what}")
+    for name, changes in (("AdamW", CHANGES), ("FusedAdam", CHANGES), ("Muon", MUONS))
+    for what, change in changes.items()
+]
 
 
-@pytest.mark.parametrize("change", MUONS.values(), ids=MUONS)
-def test_another_momentum_is_named(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    assert stepped(monkeypatch, OPTIMIZERS["Muon"], change).wrong
-
-
-@pytest.mark.parametrize("name", ["AdamW", "FusedAdam"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("name", "change"), ANOTHER)
 def test_another_update_is_named(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> None:
     assert stepped(monkeypatch, OPTIMIZERS[name], change).wrong
 

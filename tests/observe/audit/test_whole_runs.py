@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import AuditFailed
@@ -57,7 +58,7 @@ def test_a_fault_in_mid_run_stops_it_behind_a_suspect_checkpoint_and_names_the_l
 
 def test_an_invariant_that_breaks_between_audits_stops_the_run(tmp_path: Path) -> None:
     sections = _sections(tmp_path) | {"audit": {"every": 100}}
-    moment = faults.cast_state("exp_avg", __import__("torch").bfloat16)
+    moment = faults.cast_state("exp_avg", torch.bfloat16)
     with pytest.raises(AuditFailed, match=r"(?s)step 5: .*exp_avg"):
         pretrain(tiny_run(tmp_path, **sections), hooks=[Plant(moment, 4)], quiet=True)
 
@@ -65,9 +66,8 @@ def test_an_invariant_that_breaks_between_audits_stops_the_run(tmp_path: Path) -
 def test_checkpoints_since_a_fault_that_only_an_observation_sees_are_suspect(tmp_path: Path) -> None:
     """Gradients are doubled behind step 3; the look before the checkpoint of step 4 cannot see it, the observation of step 6 does."""
     doubled = faults.change_gradients(lambda grad: grad * 2)
-    with pytest.raises(
-        AuditFailed, match=r"(?s)step 6: .*gradients.*last good audit was after step 3; .* is step_00000002"
-    ):
+    said = r"(?s)step 6: .*gradients.*last good audit was after step 3; .* is step_00000002"
+    with pytest.raises(AuditFailed, match=said):
         pretrain(tiny_run(tmp_path, **_sections(tmp_path)), hooks=[Plant(doubled, 3)], quiet=True)
     found = {entry.step: store.audit_of(entry.path) for entry in store.saved(tmp_path / "saved")}
     assert found == {2: "good", 4: "suspect", 6: "suspect"}
@@ -79,14 +79,8 @@ def test_a_healthy_run_is_audited_on_time_and_every_checkpoint_of_it_is_good(tmp
     pretrain(tiny_run(tmp_path, **_sections(tmp_path)), quiet=True)
     data = json.loads((tmp_path / "run" / "precision.json").read_text())["audit"]
     assert [(one["step"], one["reason"]) for one in data["history"]] == [
-        (0, "before the first step"),
-        (1, "first update"),
-        (2, "checkpoint"),
-        (3, "every 3 steps"),
-        (4, "checkpoint"),
-        (6, "every 3 steps"),
-        (8, "checkpoint"),
-    ]
+        (0, "before the first step"), (1, "first update"), (2, "checkpoint"), (3, "every 3 steps"), (4, "checkpoint"), (6, "every 3 steps"), (8, "checkpoint"),
+    ]  # fmt: skip
     assert {store.audit_of(entry.path) for entry in store.saved(tmp_path / "saved")} == {"good"}
     assert main(["audit", str(tmp_path / "run"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

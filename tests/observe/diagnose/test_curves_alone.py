@@ -85,9 +85,8 @@ def test_a_change_of_recipe_explains_a_leap_of_the_loss_scale(told: Told) -> Non
     for rows in (fp16 + bf16, bf16 + [(65536.0, True)] * 15, bf16[:5] + SEARCH + [(2.0**15, True)] * 9):
         event["iteration"] = 5 if rows[5][1] is False else 15
         assert told(scaled(rows), [event]).healthy
-        assert [one.cause for one in told(scaled(rows)).suspects] == ["loss-scale"], (
-            "without the event nothing explains it"
-        )
+        # without the event nothing explains it
+        assert [one.cause for one in told(scaled(rows)).suspects] == ["loss-scale"]
     # what goes wrong under the new recipe is not excused
     found = told(scaled(bf16 + [(4096.0, True)] * 15 + [(2.0**-20, True)] * 15), [event | {"iteration": 15}])
     assert [(one.cause, one.step) for one in found.suspects] == [("loss-scale", 31)]

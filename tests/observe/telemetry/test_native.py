@@ -18,12 +18,8 @@ SMALL = [
 ]  # fmt: skip
 SCALINGS = {
     "delayed": ("bf16_with_fp8_delayed_scaling_mixed", "h100", ["mixed_precision.fp8_param_gather=false"]),
-    "mxfp8": (
-        "bf16_with_mxfp8_mixed",
-        "b200",
-        ["mixed_precision.fp8_param_gather=false", "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"],
-    ),
-}
+    "mxfp8": ("bf16_with_mxfp8_mixed", "b200", ["mixed_precision.fp8_param_gather=false", "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"]),
+}  # fmt: skip
 
 
 def trained(folder: Path, recipe: str, machine: str, every: int, settings: list[str]) -> Path:

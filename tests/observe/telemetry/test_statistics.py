@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,11 +66,8 @@ def test_measuring_changes_no_bit_of_training(tmp_path: Path, recipe: str) -> No
     # two layers of four linears; every operand of their three GEMMs
     sides = {(row["linear"], row["side"]) for row in steps[-1].tables["operands"]}
     assert len(sides) == 2 * 4 * 3
-    assert {gemm for row in steps[-1].tables["operands"] for gemm in row["gemms"].split("+")} == {
-        "fprop",
-        "dgrad",
-        "wgrad",
-    }
+    gemms = {gemm for row in steps[-1].tables["operands"] for gemm in row["gemms"].split("+")}
+    assert gemms == {"fprop", "dgrad", "wgrad"}
 
 
 def test_a_run_in_high_precision_still_shows_its_linears_and_weights(tmp_path: Path) -> None:
@@ -116,12 +114,8 @@ def test_a_saturated_tensor_is_the_one_that_stands_out(tmp_path: Path) -> None:
             if training.counters.iteration >= 2:
                 table.scale[at] *= 1024
 
-    made = tiny(
-        tmp_path,
-        DELAYED,
-        train={"train_iters": 4, "eval_interval": None, "audit": "warn"},
-        logger={"log_dir": str(tmp_path / "run"), "precision_every": 4},
-    )
+    logger = {"log_dir": str(tmp_path / "run"), "precision_every": 4}
+    made = tiny(tmp_path, DELAYED, train={"train_iters": 4, "eval_interval": None, "audit": "warn"}, logger=logger)
     made.emulate = True
     pretrain(made.resolved(), hooks=[Wrong()], quiet=True)
     rows = next(one for one in read(tmp_path / "run").measured if one.step == 4).tables["operands"]
@@ -134,17 +128,16 @@ def test_a_saturated_tensor_is_the_one_that_stands_out(tmp_path: Path) -> None:
 def test_a_step_that_looks_wrong_is_followed_by_a_measured_one() -> None:
     hook = StatisticsHook("unused", every=1000)
 
-    class Result:
-        def __init__(self, loss: float) -> None:
-            self.loss, self.grad_norm, self.applied = loss, 1.0, True
+    def judge(step: int, loss: float) -> None:
+        hook._judge(step, SimpleNamespace(loss=loss, grad_norm=1.0, applied=True))
 
     for step in range(1, 9):
-        hook._judge(step, Result(4.0 - step / 100))
+        judge(step, 4.0 - step / 100)
         assert not hook._alarm
-    hook._judge(9, Result(9.0))
+    judge(9, 9.0)
     assert "loss of step 9" in hook._alarm
     hook._alarm = ""
-    hook._judge(10, Result(float("nan")))
+    judge(10, float("nan"))
     assert not hook._alarm, "a run that is wrong at every step is not measured at every step"
 
 
@@ -174,11 +167,7 @@ def row(linear: str = "l", **values: Any) -> list[Any]:
 
 def test_numbers_for_trackers_are_the_worst_ones() -> None:
     found = headlines({"operands": [row(sqnr=30.0, flushed=0.1), row("m", sqnr=12.0, staleness=-3.0)], "linears": []})
-    assert found == {
-        "precision/sqnr_min": 12.0,
-        "precision/flushed_max": 0.1,
-        "precision/staleness_max": 3.0,
-    }
+    assert found == {"precision/sqnr_min": 12.0, "precision/flushed_max": 0.1, "precision/staleness_max": 3.0}
 
 
 def test_damaged_lines_are_left_out_and_said(tmp_path: Path) -> None:
@@ -189,9 +178,6 @@ def test_damaged_lines_are_left_out_and_said(tmp_path: Path) -> None:
     steps, faults = found.measured, found.faults
     assert [one.step for one in steps] == [1, 2]
     assert steps[0].tables["operands"][0]["amax"] == float("inf")
-    assert [fault.partition(":")[2] for fault in faults] == [
-        " unreadable, skipped",
-        " schema 99, this version reads 1",
-        " truncated, skipped",
-    ]
+    said = [fault.partition(": ")[2] for fault in faults]
+    assert said == ["unreadable, skipped", "schema 99, this version reads 1", "truncated, skipped"]
     assert "precision_every" in read(tmp_path / "nowhere").faults[0]

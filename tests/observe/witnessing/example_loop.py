@@ -42,13 +42,8 @@ def batches(length: int) -> Iterator[dict[str, torch.Tensor]]:
     mask = torch.ones(8, 1, length, length).triu(1).bool()
     while True:
         tokens = torch.randint(0, 100, (8, length), generator=source)
-        yield {
-            "tokens": tokens,
-            "labels": tokens,
-            "attention_mask": mask,
-            "position_ids": torch.arange(length).expand(8, length),
-            "loss_mask": torch.ones(8, length),
-        }
+        places = torch.arange(length).expand(8, length)
+        yield {"tokens": tokens, "labels": tokens, "attention_mask": mask, "position_ids": places, "loss_mask": torch.ones(8, length)}  # fmt: skip
 
 
 def main() -> None:
@@ -76,15 +71,9 @@ def main() -> None:
                     model.zero_grad_buffer()
                 optim.zero_grad()
                 forward_backward(
-                    forward_step_func=theirs.forward_step_func,
-                    data_iterator=stream,
-                    model=model,
-                    num_microbatches=1,
-                    seq_length=theirs._SEQUENCE_LENGTH,
-                    micro_batch_size=8,
-                    decoder_seq_length=theirs._SEQUENCE_LENGTH,
-                    forward_only=False,
-                )
+                    forward_step_func=theirs.forward_step_func, data_iterator=stream, model=model, num_microbatches=1, seq_length=theirs._SEQUENCE_LENGTH,
+                    micro_batch_size=8, decoder_seq_length=theirs._SEQUENCE_LENGTH, forward_only=False,
+                )  # fmt: skip
                 theirs.finalize_model_grads([model])
                 optim.step()
         if torch.distributed.get_rank() == 0:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scripts.evidence.witness_megatron import megatron
+from tests.observe.audit.faults import after
 from tests.worlds import one_process, reported
 
 
@@ -42,38 +43,31 @@ def test_two_ranks_whose_parameters_follow_in_the_next_forward_pass_raise_no_ala
         assert held["replicas"], case
 
 
-def test_a_model_that_main_weights_never_reach_is_named() -> None:
-    def spoil(wrapped: Any, optimizer: Any) -> None:
-        for part in optimizer.chained_optimizers:
-            part._copy_main_params_to_model_params = lambda *a, **k: None
-
-    seen = megatron(spoil=spoil)
-    assert [fault.subject for fault in seen.report.faults] == ["weights as read"]
+def never_copied(wrapped: Any, optimizer: Any) -> None:
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params = lambda *a, **k: None
 
 
-def test_gradients_doubled_on_their_way_are_named() -> None:
-    def spoil(wrapped: Any, optimizer: Any) -> None:
-        real = wrapped.config.finalize_model_grads_func
-
-        def finalize(chunks: Any, *rest: Any, **how: Any) -> None:
-            real(chunks, *rest, **how)
-            wrapped.module.module.decoder.layers[0].mlp.linear_fc1.weight.main_grad.mul_(2)
-
-        wrapped.config.finalize_model_grads_func = finalize
-
-    seen = megatron(policy="bf16_mixed", spoil=spoil)
-    (fault,) = seen.report.faults
-    assert fault.subject == "gradients"
-    assert "decoder.layers.0.mlp.linear_fc1.weight" in str(fault)
+def doubled(wrapped: Any, optimizer: Any) -> None:
+    weight = wrapped.module.module.decoder.layers[0].mlp.linear_fc1.weight
+    after(wrapped.config, "finalize_model_grads_func", lambda: weight.main_grad.mul_(2))
 
 
-def test_a_config_flag_that_the_recipe_decides_is_read_from_the_live_objects() -> None:
-    def spoil(wrapped: Any, optimizer: Any) -> None:
-        wrapped.ddp_config.grad_reduce_in_fp32 = False
+def reduced_otherwise(wrapped: Any, optimizer: Any) -> None:
+    wrapped.ddp_config.grad_reduce_in_fp32 = False
 
-    seen = megatron(policy="bf16_mixed", spoil=spoil)
-    assert [fault.subject for fault in seen.report.faults] == ["derived flags"]
-    assert "grad_reduce_in_fp32" in str(seen.report.faults[0])
+
+@pytest.mark.parametrize(
+    ("spoil", "policy", "subject", "words"),
+    [
+        (never_copied, None, "weights as read", ""), (doubled, "bf16_mixed", "gradients", "decoder.layers.0.mlp.linear_fc1.weight"),
+        (reduced_otherwise, "bf16_mixed", "derived flags", "grad_reduce_in_fp32"),
+    ],
+)  # fmt: skip
+def test_what_is_spoiled_is_named(spoil: Any, policy: str | None, subject: str, words: str) -> None:
+    (fault,) = megatron(policy=policy, spoil=spoil).report.faults
+    assert fault.subject == subject
+    assert words in str(fault)
 
 
 def test_nothing_is_left_on_megatrons_optimizer() -> None:

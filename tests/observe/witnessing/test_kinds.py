@@ -31,9 +31,7 @@ def zero(number: int, model: Any) -> tuple[Any, Any, torch.Tensor]:
     else:
         outer.single_partition_of_fp32_groups = [flat]
         at = SimpleNamespace(start=4, numel=6)
-        weight._hp_mapping = SimpleNamespace(
-            param_group_index=0, hp_fragment_address=at, lp_fragment_address=at, hp_fragment=flat.detach()[4:10]
-        )
+        weight._hp_mapping = SimpleNamespace(param_group_index=0, hp_fragment_address=at, lp_fragment_address=at)
     inner.state[flat] = {"step": torch.tensor(1.0), "exp_avg": flat.detach().clone()}
     return outer, inner, flat
 

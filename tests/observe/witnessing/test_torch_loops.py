@@ -25,14 +25,19 @@ def described(seen: Any) -> dict[str, Any]:
     return found
 
 
+def trained(policy: Any = None, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
+    """The witness of a model under AdamW."""
+    model = Tiny().to(dtype)
+    return train(model, adam(model), policy, **how)
+
+
 def faults(report: dict[str, Any]) -> set[str]:
     return {one["subject"] for one in report["audit"]["findings"] if not one["ok"] and "not_observed" not in one}
 
 
 # --- one process -----------------------------------------------------------------------------------------------------------------------------
 def test_autocast_is_described_from_what_ran() -> None:
-    model = Tiny()
-    found = described(train(model, adam(model), autocast=True))
+    found = described(trained(autocast=True))
     assert (found["storage"], found["compute"], found["autocast"]) == ("fp32", "bf16", "bf16")
     assert (found["main"], found["accumulator"], found["exp_avg"]) == ("none: the parameters", "fp32", "fp32")
     assert found["wire"].startswith("not observed")
@@ -43,8 +48,7 @@ def test_autocast_is_described_from_what_ran() -> None:
 
 
 def test_a_bf16_module_has_neither_main_weights_nor_fp32_states() -> None:
-    model = Tiny().to(BF16)
-    seen = train(model, adam(model))
+    seen = trained(dtype=BF16)
     found = described(seen)
     assert {found[row] for row in ("storage", "compute", "accumulator", "exp_avg", "exp_avg_sq")} == {"bf16"}
     assert found["bytes_per_parameter"] == pytest.approx(8.0, abs=0.01)
@@ -85,29 +89,25 @@ def test_muon_beside_adam_is_no_adam() -> None:
 
 
 def test_a_policy_judges() -> None:
-    model = Tiny().to(BF16)
-    assert train(model, adam(model), "full_bf16").report.ok
-    seen = train(model, adam(model), "bf16_mixed")
-    assert faults(seen.report.as_data()) == {"main_params", "exp_avg", "exp_avg_sq"}
+    assert trained("full_bf16", BF16).report.ok
+    assert faults(trained("bf16_mixed", BF16).report.as_data()) == {"main_params", "exp_avg", "exp_avg_sq"}
     with pytest.raises(AuditFailed, match="deviates from bf16_mixed"):
-        train(model, adam(model), "bf16_mixed", on_fault="raise")
+        trained("bf16_mixed", BF16, on_fault="raise")
 
 
 def test_autocast_that_is_off_where_it_was_promised_is_named() -> None:
-    model = Tiny()
     promised = mpbridge.MixedPrecisionConfig(**AUTOCAST)
-    assert train(model, adam(model), promised, autocast=True).report.ok
-    assert {"autocast", "compute"} <= faults(train(model, adam(model), promised).report.as_data())
+    assert trained(promised, autocast=True).report.ok
+    assert {"autocast", "compute"} <= faults(trained(promised).report.as_data())
 
 
 def test_a_stacks_own_configuration_is_a_policy() -> None:
     text = "{compute_environment: X, distributed_type: MULTI_GPU, mixed_precision: bf16}"
     promised = read_text(text, name="accelerate.yaml")
-    model = Tiny()
-    seen = train(model, adam(model), promised, autocast=True)
+    seen = trained(promised, autocast=True)
     assert seen.report.ok
     assert seen.promised == "accelerate's configuration"
-    assert not train(model, adam(model), promised).report.ok
+    assert not trained(promised).report.ok
 
 
 def test_a_weight_that_the_optimizer_does_not_hold_is_named() -> None:
@@ -121,16 +121,12 @@ def test_a_weight_that_the_optimizer_does_not_hold_is_named() -> None:
 
 def test_gradients_changed_behind_the_backward_pass_are_named() -> None:
     model = Tiny()
-
-    def spoil(step: int) -> None:
-        model.head.weight.grad.mul_(1.5)
-
-    assert faults(train(model, adam(model), between=spoil).report.as_data()) == {"gradients"}
+    seen = train(model, adam(model), between=lambda step: model.head.weight.grad.mul_(1.5))
+    assert faults(seen.report.as_data()) == {"gradients"}
 
 
 def test_clipping_is_no_fault_and_a_known_norm_is_held_to() -> None:
-    model = Tiny()
-    assert train(model, adam(model), clip=0.01).report.ok
+    assert trained(clip=0.01).report.ok
 
 
 def test_a_loss_scaler_is_read_and_its_skipped_step_proves_nothing() -> None:
@@ -201,12 +197,16 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
 
 
 # --- two processes ---------------------------------------------------------------------------------------------------------------------------
+def of_ranks(size: int, factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """{case: report} of tests/observe/witnessing/two_ranks.py."""
+    program = str(Path(__file__).with_name("two_ranks.py"))
+    found: dict[str, Any] = reported(size, program, factory.mktemp("ranks") / "out.json")
+    return found
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """{case: report} of tests/observe/witnessing/two_ranks.py."""
-    program = Path(__file__).with_name("two_ranks.py")
-    found: dict[str, Any] = reported(2, str(program), tmp_path_factory.mktemp("two") / "out.json")
-    return found
+    return of_ranks(2, tmp_path_factory)
 
 
 ROWS = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "sharded", "bytes_per_parameter")
@@ -240,15 +240,10 @@ def test_two_processes_are_described_as_they_are_and_raise_no_alarm(two: dict[st
 
 
 FAULTS = {
-    "unreduced": {"wire: gradients", "replicas", "gradients"},
-    "summed": {"gradients"},
-    "narrow wire": {"wire: gradients", "gradients"},
-    "drifted": {"replicas"},
-    "frozen on one": {"replicas"},
-    "autocast off": {"autocast", "compute"},
-    "bf16 wire of fsdp2": {"wire: gradients"},
+    "unreduced": {"wire: gradients", "replicas", "gradients"}, "summed": {"gradients"}, "narrow wire": {"wire: gradients", "gradients"},
+    "drifted": {"replicas"}, "frozen on one": {"replicas"}, "autocast off": {"autocast", "compute"}, "bf16 wire of fsdp2": {"wire: gradients"},
     "no main weights": {"main_params"},
-}
+}  # fmt: skip
 
 
 def test_every_planted_fault_of_two_processes_is_named(two: dict[str, Any]) -> None:
@@ -261,10 +256,8 @@ def test_every_planted_fault_of_two_processes_is_named(two: dict[str, Any]) -> N
 # --- four processes: copies of shards --------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """{case: report} of the same program over two copies of two shards."""
-    program = Path(__file__).with_name("two_ranks.py")
-    found: dict[str, Any] = reported(4, str(program), tmp_path_factory.mktemp("four") / "out.json")
-    return found
+    """Two copies of two shards."""
+    return of_ranks(4, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -312,19 +305,15 @@ def test_clipping_by_value_is_no_fault_and_another_change_is() -> None:
         half = float(model.layers[0].weight.grad.abs().median())
         return torch.nn.utils.clip_grad_value_(model.parameters(), half)
 
-    def turned() -> None:
+    def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         clipped()
-        model.layers[0].weight.grad.copy_(model.layers[0].weight.grad.flip(0))
-
-    def rounded() -> None:
-        clipped()
-        model.layers[0].weight.grad.copy_(model.layers[0].weight.grad.bfloat16().float())
+        model.layers[0].weight.grad.copy_(change(model.layers[0].weight.grad))
 
     model = Tiny()
     assert faults(one_step(model, adam(model), clipped)) == set()
-    for change in (turned, rounded):
+    for change in (lambda grad: grad.flip(0), lambda grad: grad.bfloat16().float()):
         model = Tiny()
-        assert faults(one_step(model, adam(model), change)) == {"gradients"}
+        assert faults(one_step(model, adam(model), lambda change=change: changed(change))) == {"gradients"}
 
 
 def test_a_rate_of_0_moves_nothing_and_is_no_fault() -> None:

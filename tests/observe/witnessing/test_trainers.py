@@ -11,14 +11,9 @@ import pytest
 from tests.forked import ROOT, python
 
 PACKAGES = {
-    "transformers": ("transformers", "accelerate"),
-    "accelerate": ("accelerate",),
-    "lightning": ("lightning",),
-    "deepspeed": ("deepspeed",),
-    "megatron-lm": (),
-    "torchtitan": ("spmd_types", "tyro"),
-    "automodel": ("transformers",),
-}
+    "transformers": ("transformers", "accelerate"), "accelerate": ("accelerate",), "lightning": ("lightning",), "deepspeed": ("deepspeed",), "megatron-lm": (),
+    "torchtitan": ("spmd_types", "tyro"), "automodel": ("transformers",),
+}  # fmt: skip
 CASES = {
     "transformers": 2, "accelerate": 4, "lightning": 5, "deepspeed": 4, "megatron-lm": 4, "torchtitan": 2, "automodel": 2
 }  # fmt: skip
@@ -38,16 +33,11 @@ def test_what_a_stack_does_is_what_the_table_of_words_says(stack: str, size: int
         pytest.importorskip(package, reason=f"{package} is not installed: its own loop is what this runs")
     checkouts = os.environ.get("MPBRIDGE_CHECKOUTS", "")
     if stack in CHECKOUTS and not (checkouts and Path(checkouts, CHECKOUTS[stack]).is_dir()):
-        pytest.skip(
-            f"its own code is what this runs: MPBRIDGE_CHECKOUTS=FOLDER that holds a clone of {CHECKOUTS[stack]}"
-        )
-    done = python(
-        [str(ROOT / "scripts" / "evidence" / "witness_stacks.py"), "--only", stack],
-        size=size if size > 1 else 0,
-        # a run of DeepSpeed's that was killed leaves the lock of an extension behind, and every later one would wait for it
-        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
-        timeout=580,
-    )
+        pytest.skip(f"its own code is what this runs: MPBRIDGE_CHECKOUTS=FOLDER with a clone of {CHECKOUTS[stack]}")
+    # a run of DeepSpeed's that was killed leaves the lock of an extension behind, and every later one would wait for it
+    env = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    program = f"{ROOT}/scripts/evidence/witness_stacks.py"
+    done = python([program, "--only", stack], size=size if size > 1 else 0, env=env, timeout=580)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = done.stdout.splitlines()
     assert sum(line.startswith("ok ") for line in lines) >= CASES[stack], done.stdout
@@ -85,13 +75,11 @@ def test_deepspeed_without_zero_under_bf16_leaves_the_last_steps_gradients(tmp_p
     """Its real engine: release 0.18.4 does not zero BF16 gradients without ZeRO (runtime/engine.py, _take_model_step), unless the script does."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed: its own loop is what this runs")
     (tmp_path / "loop.py").write_text(WITHOUT_ZERO)
-    done = python(
-        [str(tmp_path / "loop.py"), str(ROOT)], size=2, env=os.environ | {"DS_ACCELERATOR": "cpu"}, timeout=580
-    )
+    env = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = python([str(tmp_path / "loop.py"), str(ROOT)], size=2, env=env, timeout=580)
     assert done.returncode == 0, done.stderr[-4000:]
-    release, (line, faults), (_, kept) = json.loads(
-        next(one for one in done.stdout.splitlines() if one.startswith('["'))
-    )
+    said = next(one for one in done.stdout.splitlines() if one.startswith('["'))
+    release, (line, faults), (_, kept) = json.loads(said)
     assert "FP16_UnfusedOptimizer" in line
     assert faults == []
     if release.startswith("0.18."):

@@ -14,14 +14,11 @@ from mpbridge.common.errors import BadValue
 from tests.observe.witnessing.loops import Tiny, adam, loss_of, tokens
 
 Step = Callable[[Any, Any, int], None]
-Act = Callable[[Any], None]
+Act, Acts = Callable[[Any], None], Callable[[Any, Any], None]
 
 
 def stepping(
-    *,
-    before: Act = lambda model: None,
-    after: Callable[[Any, Any], None] = lambda model, optimizer: None,
-    steps: Any = None,
+    *, before: Act = lambda model: None, after: Acts = lambda model, optimizer: None, steps: Any = None
 ) -> Step:
     """A loop's step. before: acts on the model between backward and the update; after: on model and optimizer behind it; steps: whether the n-th of several
     optimizers takes the step."""
@@ -55,7 +52,7 @@ def put_back(from_: int) -> Step:
     return step
 
 
-def each(act: Callable[[torch.Tensor], Any]) -> Callable[[Any, Any], None]:
+def each(act: Callable[[torch.Tensor], Any]) -> Acts:
     def all_of(model: Any, optimizer: Any) -> None:
         for parameter in model.parameters():
             act(parameter)
@@ -63,7 +60,7 @@ def each(act: Callable[[torch.Tensor], Any]) -> Callable[[Any, Any], None]:
     return all_of
 
 
-def moments(act: Callable[[torch.Tensor], Any], *names: str) -> Callable[[Any, Any], None]:
+def moments(act: Callable[[torch.Tensor], Any], *names: str) -> Acts:
     def all_of(model: Any, optimizer: Any) -> None:
         for state in optimizer.state.values():
             for name in names:
@@ -108,9 +105,14 @@ BEHIND = {
 }
 
 
-def observed(step: Step, model: Any, optimizer: Any, policy: str | None = None) -> Any:
-    seen = mpbridge.witness(model, optimizer, policy, at={2})
-    for number in range(2):
+def observed(
+    step: Step, model: Any = None, optimizer: Any = None, policy: str | None = None, *, steps: int = 2, **how: Any
+) -> Any:
+    """The report of the last of these steps, of a model under AdamW where nothing else is said."""
+    model = Tiny() if model is None else model
+    optimizer = adam(model) if optimizer is None else optimizer
+    seen = mpbridge.witness(model, optimizer, policy, at={steps}, **how)
+    for number in range(steps):
         with seen.step():
             step(model, optimizer, number)
     return seen.report
@@ -124,14 +126,12 @@ def wrong(report: Any) -> set[str]:
 @pytest.mark.parametrize("policy", [None, "fp32"])
 def test_what_happens_behind_the_update_or_instead_of_it_is_named(case: str, policy: str | None) -> None:
     step, subject = BEHIND[case]
-    model = Tiny()
-    assert subject in wrong(observed(step, model, adam(model), policy))
+    assert subject in wrong(observed(step, policy=policy))
 
 
 @pytest.mark.parametrize("step", [plain, stepping(after=each(normalized))], ids=["plain", "normalized"])
 def test_a_loop_may_change_weights_after_the_update(step: Step) -> None:
-    model = Tiny()
-    assert observed(step, model, adam(model)).ok
+    assert observed(step).ok
 
 
 def test_an_optimizer_that_runs_its_closure_twice_is_not_followed_and_not_accused() -> None:
@@ -251,11 +251,9 @@ def test_gradients_that_are_zero_by_construction_are_no_fault() -> None:
     model = Tiny()
     torch.nn.init.zeros_(model.head.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    seen = mpbridge.witness(model, optimizer)
-    with seen.step():
-        plain(model, optimizer, 0)
-    assert wrong(seen.report) == set()
-    assert "with gradients of zero" in str({one.found for one in seen.report.report.findings})
+    report = observed(plain, model, optimizer, steps=1)
+    assert wrong(report) == set()
+    assert "with gradients of zero" in str({one.found for one in report.report.findings})
 
 
 def test_a_layer_that_is_dropped_in_the_observed_step_is_no_fault() -> None:
@@ -270,25 +268,19 @@ def test_a_layer_that_is_dropped_in_the_observed_step_is_no_fault() -> None:
             logits: torch.Tensor = self.head(self.norm(hidden))
             return logits
 
-    model = Dropping()
-    assert wrong(observed(plain, model, adam(model))) == set()
+    assert wrong(observed(plain, Dropping())) == set()
 
 
 def test_two_linears_that_share_a_weight_are_followed() -> None:
     model = Tiny()
     model.layers[1].weight = model.layers[0].weight
-    report = observed(plain, model, adam(model))
-    assert wrong(report) == set()
+    assert wrong(observed(plain, model)) == set()
 
 
 @pytest.mark.parametrize("policy", [None, "fp32"])
 def test_a_loop_that_says_that_it_never_clips_is_held_to_it(policy: str | None) -> None:
-    model = Tiny()
-    optimizer = adam(model)
-    seen = mpbridge.witness(model, optimizer, policy, at={1}, clip=0.0)
-    with seen.step():
-        stepping(before=gradients_times(0.5))(model, optimizer, 0)
-    assert wrong(seen.report) == {"gradients"}
+    halved = stepping(before=gradients_times(0.5))
+    assert wrong(observed(halved, policy=policy, steps=1, clip=0.0)) == {"gradients"}
 
 
 def test_a_callback_takes_a_scaler() -> None:
@@ -335,8 +327,7 @@ def test_an_update_that_the_loop_skips_by_hand_is_no_fault() -> None:
         if torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
             optimizer.step()
 
-    model = Tiny()
-    report = observed(skipping, model, adam(model))
+    report = observed(skipping)
     assert wrong(report) == set()
     assert any("not finite" in one.unseen for one in report.report.findings)
 
@@ -355,8 +346,7 @@ def test_a_transform_of_torch_func_is_not_observed_and_ends_nothing() -> None:
             parameter.grad = grads[name].mean(0)
         optimizer.step()
 
-    model = Tiny()
-    report = observed(per_sample, model, adam(model))
+    report = observed(per_sample)
     assert wrong(report) == set()
     assert any("torch.func" in one.unseen for one in report.report.findings)
 

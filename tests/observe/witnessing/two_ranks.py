@@ -33,11 +33,10 @@ def ddp(model: Any = None, **how: Any) -> Any:
     return DistributedDataParallel(Tiny() if model is None else model, **how)
 
 
-def fsdp2(model: Any = None, **dtypes: Any) -> Any:
-    model = Tiny() if model is None else model
-    policy = MixedPrecisionPolicy(**dtypes)
+def fsdp2(model: Any = None, *, mesh: Any = None, **dtypes: Any) -> Any:
+    model, mesh = model or Tiny(), mesh or dist.device_mesh.init_device_mesh("cpu", (2,))
     for layer in (*model.layers, model):
-        fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)), mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
     return model
 
 
@@ -50,40 +49,40 @@ def fsdp2_summed() -> Any:
     return run(model, "fp32_params_bf16_compute", micro=1)
 
 
+def linears(module: Any, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or isinstance(module, torch.nn.Linear)
+
+
 def fsdp1(
-    *, original: bool = True, strategy: Any = ShardingStrategy.FULL_SHARD, model: Any = None, **dtypes: Any
+    *,
+    original: bool = True,
+    strategy: Any = ShardingStrategy.FULL_SHARD,
+    model: Any = None,
+    mesh: Any = None,
+    **dtypes: Any,
 ) -> Any:
-    model = Tiny() if model is None else model
     return FullyShardedDataParallel(
-        model,
+        model or Tiny(),
         use_orig_params=original,
         sharding_strategy=strategy,
         mixed_precision=MixedPrecision(**dtypes) if dtypes else None,
         device_id=torch.device("cpu"),
-        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, torch.nn.Linear),
+        auto_wrap_policy=None if mesh else linears,
+        device_mesh=mesh,
     )
+
+
+def copies() -> Any:
+    """Two copies of two shards."""
+    return dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
 
 
 def hybrid2(**dtypes: Any) -> Any:
-    """FSDP2 over two copies of two shards."""
-    model = Tiny()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    for layer in (*model.layers, model):
-        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
-    return model
+    return fsdp2(mesh=copies(), **dtypes)
 
 
 def hybrid1(**dtypes: Any) -> Any:
-    """FSDP1's HYBRID_SHARD over the same."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    return FullyShardedDataParallel(
-        Tiny(),
-        use_orig_params=True,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        mixed_precision=MixedPrecision(**dtypes),
-        device_id=torch.device("cpu"),
-        device_mesh=mesh,
-    )
+    return fsdp1(strategy=ShardingStrategy.HYBRID_SHARD, mesh=copies(), **dtypes)
 
 
 def apart() -> Any:
