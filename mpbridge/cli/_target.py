@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli.options import arg, container, resolved
 from mpbridge.common.errors import BadValue, UnknownName
@@ -21,10 +21,8 @@ from mpbridge.planning.estimate.predict import longer
 from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.planning.memory.overheads import left_out_of_memory, left_out_of_time
 from mpbridge.planning.outlook import Outlook
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.stages import emulation_faults, is_played, played
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
 
 OPTIONS = {
     "cuda": "cuda",

@@ -20,6 +20,7 @@ from mpbridge.interop.stacks.meaning import LABELS, differences, label, of_polic
 from mpbridge.interop.stacks.reasons import Setup, cost, handover
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.settings.container import ConfigContainer
 
 SUMMARY = "compare what two recipes or files of any stack mean"
 ARGUMENTS = (
@@ -146,8 +147,6 @@ def _is_run(name: str | Path) -> bool:
 
 def _of_run(path: Path) -> Setup:
     """A run configuration of mpbridge: its recipe with its additions, its engine, and its model section."""
-    from mpbridge.settings.container import ConfigContainer
-
     container = ConfigContainer.load(path, [], check=False)
     run = container.resolved(container.smallest_world(), training=False)
     if len(run.stages) > 1:

@@ -13,8 +13,10 @@ from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.files import LIMITS, regular, why
 from mpbridge.common.machines import machine
+from mpbridge.common.report.progress import bar
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of
 from mpbridge.settings.huggingface.kept import ENGINES
+from mpbridge.training.checkpoint.store import locate
 
 if TYPE_CHECKING:
     from mpbridge.training.serving.differences import Difference
@@ -37,8 +39,6 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints what differs, worst first. Returns 0 if nothing does, 1 otherwise."""
-    from mpbridge.common.report.progress import bar
-    from mpbridge.training.checkpoint.store import locate
     from mpbridge.training.serving.folder import examine
 
     if args.recipe and not args.run:
@@ -128,7 +128,6 @@ class MismatchVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Prints the distances."""
-        from mpbridge.training.checkpoint.store import locate
         from mpbridge.training.serving.mismatch import mismatch
 
         try:

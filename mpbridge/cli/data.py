@@ -11,6 +11,7 @@ from typing import Any
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction
+from mpbridge.common.report.progress import bar
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.training.admission import place_fault
 from mpbridge.training.data.sources import Sources, fetch, find
@@ -35,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from mpbridge.common.report.progress import bar
     from mpbridge.training.data.prepare import cache_folder, prepare, write_pairs
 
     _refuse_bad(args)

@@ -7,18 +7,18 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli._target import TARGET, TargetMachine, on_target, reference, sizes_of, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.pages.document import writable
+from mpbridge.common.report.curves import Panel, drawable, stacked_bars
 from mpbridge.common.tables import GIB
-from mpbridge.planning.estimate.predict import Estimate, Timing, timing
+from mpbridge.planning.estimate.predict import Estimate, timing
 from mpbridge.planning.memory.by_role import REFERENCE, Memory
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
+from mpbridge.settings.container import ConfigContainer, Run
 
 SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"
 ARGUMENTS = (
@@ -33,13 +33,18 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints the prediction."""
-    drawn = args.plot is not None and _drawn(Path(args.plot))
+    drawn = False
+    if args.plot is not None:
+        writable(Path(args.plot), option="--plot")  # before any prediction
+        drawn = drawable()
     where = target(args)
     measured = timing(Path(args.against)) if args.against else None
     if measured is None:
         made = resolved(args, machine=where.machine, versions=where.versions)
+    elif measured.config:
+        made = on_target(ConfigContainer(**measured.config, trusted=False), measured.world_size, where)
     else:
-        made = _run_of(measured, where)
+        raise BadValue("the run was created from Python objects, so its folder has no configuration to predict from")
     outlook = where.outlook(made)
     mine = outlook.time
     plain, other = _reference(made, where)
@@ -58,24 +63,6 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()  # print the answer first, in case the picture cannot be written
         _plot(Path(args.plot), made, plain, where, mine, other)
     return 0
-
-
-def _drawn(path: Path) -> bool:
-    """Whether a picture will be drawn. Raises BadValue before any prediction if it could not be written."""
-    from mpbridge.common.pages.document import writable
-    from mpbridge.common.report.curves import drawable
-
-    writable(path, option="--plot")
-    return drawable()
-
-
-def _run_of(measured: Timing, where: TargetMachine) -> Run:
-    from mpbridge.settings.container import ConfigContainer
-
-    if not measured.config:
-        raise BadValue("the run was created from Python objects, so its folder has no configuration to predict from")
-    box = ConfigContainer(**measured.config, trusted=False)
-    return on_target(box, measured.world_size, where)
 
 
 def _reference(made: Run, where: TargetMachine) -> tuple[Run | None, Estimate | None]:
@@ -139,8 +126,6 @@ def _plot(
     path: Path, made: Run, plain: Run | None, where: TargetMachine, mine: Estimate, other: Estimate | None
 ) -> None:
     """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
-    from mpbridge.common.report.curves import Panel, stacked_bars
-
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
     held = {run.recipe: _by_role(where.outlook(run).memory) for run in (made, plain) if run is not None}
     panels = (

@@ -23,6 +23,7 @@ from mpbridge.interop.stacks.nearest import Answer, apart, refusals
 from mpbridge.interop.stacks.nearest import answer as answer_for
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import key, recipes
+from mpbridge.settings.container import ConfigContainer
 
 SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})
@@ -193,8 +194,6 @@ def _exported(args: argparse.Namespace) -> Export:
         if args.recipe is None:
             raise BadValue("give a RECIPE, or a run (--config FILE), whose own recipe is exported then")
         return export(args.recipe, args.to, version=args.stack_version, engine=args.engine)
-    from mpbridge.settings.container import ConfigContainer
-
     path, engine = find_config(args.config), [f"engine={args.engine}"] if args.engine else []
     container = ConfigContainer.load(path, engine, check=False)
     given = container.mixed_precision

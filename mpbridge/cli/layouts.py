@@ -8,7 +8,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli._target import TARGET, TargetMachine, left_batches, left_out, on_target, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, whole
@@ -23,10 +23,7 @@ from mpbridge.planning.estimate.layouts import Layout, search, why_none
 from mpbridge.planning.estimate.predict import timing
 from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.precision.registry import describe, recipe, recipes
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
-
+from mpbridge.settings.container import ConfigContainer, Run
 
 _COLUMNS = ("", "recipe", "TP", "PP", "CP", "EP", "micro-batch", "recompute", "optimizer", "step", "tokens/s/GPU", "memory")  # fmt: skip
 SUMMARY = "list parallel layouts that are valid and fit, fastest first (predicted), as lines to paste"

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, reference, sizes_of
+from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
@@ -140,8 +141,6 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
 
 
 def _say_nearest(made: Run, outlook: Outlook) -> None:
-    from mpbridge.cli.layouts import says_optimizer
-
     # no search: every layout would be rejected for the machine
     for violation in outlook.errors:
         if violation.rule == "machine-cannot-run-it":

@@ -6,18 +6,19 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli.options import JSON, arg, whole
 from mpbridge.cli.text import answer, columns_here, paged, print_line, print_table, print_whole
 from mpbridge.common.errors import CheckpointError
+from mpbridge.common.pages.document import writable, write
+from mpbridge.common.report.console import console, tell
 from mpbridge.common.report.curves import CURVES, changes, read_history, terminal
 from mpbridge.common.tables import table
-
-if TYPE_CHECKING:
-    from mpbridge.observe.diagnose.diagnosis import Diagnosis
-    from mpbridge.observe.diagnose.evidence import Evidence
-
+from mpbridge.observe.diagnose.diagnosis import Diagnosis, diagnose
+from mpbridge.observe.diagnose.evidence import Evidence, gather
+from mpbridge.observe.diagnose.page import diagnosis_page, precision_page
+from mpbridge.training.checkpoint.store import check, locate, saved, step_of
 
 SUMMARY = "say after or during a run how it went: curves, audits, low precision, diagnosis, whether it can resume"
 ARGUMENTS = (
@@ -32,9 +33,6 @@ HEIGHT, WIDTH = 8, 72
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report. Returns 1 if an audit found something else than promised, or something is anomalous."""
-    from mpbridge.observe.diagnose.diagnosis import diagnose
-    from mpbridge.observe.diagnose.page import diagnosis_page
-
     with paged(args, lambda: diagnosis_page(found), gap=""):
         found = diagnose(args.run_folder, args.against)
         data = as_data(found)
@@ -97,8 +95,6 @@ def _precision(run: Evidence) -> dict[str, Any]:
 
 def _resume(run: Evidence) -> dict[str, Any]:
     """The newest checkpoint from which the run resumes, and why not if it does not."""
-    from mpbridge.training.checkpoint.store import check, locate, saved, step_of
-
     named = (run.config.get("checkpoint") or {}).get("save")
     places = [Path(named)] if named and isinstance(named, str) else []
     place = next((one for one in (*places, run.folder, run.folder / "checkpoints") if saved(one)), None)
@@ -193,9 +189,6 @@ class DiagnoseVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Prints the diagnosis. Returns 0 if nothing is anomalous, else 1."""
-        from mpbridge.observe.diagnose.diagnosis import diagnose
-        from mpbridge.observe.diagnose.page import diagnosis_page
-
         with paged(args, lambda: diagnosis_page(found)):
             found = diagnose(args.run_folder, args.against)
             answer(args, found.as_data(), lambda: _print_diagnosis(found))
@@ -288,11 +281,6 @@ class PrecisionVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Prints the worst operands of the latest measurement and writes the page. Returns 1 if nothing was measured."""
-        from mpbridge.common.pages.document import writable, write
-        from mpbridge.common.report.console import console, tell
-        from mpbridge.observe.diagnose.evidence import gather
-        from mpbridge.observe.diagnose.page import precision_page
-
         target = args.out or args.run_folder / "precision.html"
         found = gather(args.run_folder)
         writable(target)

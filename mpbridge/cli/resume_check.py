@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, RUN_HERE, arg, container
 from mpbridge.cli.text import answer, print_line
@@ -13,12 +12,10 @@ from mpbridge.common.traits import DEFAULT
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
+from mpbridge.settings.container import Run
 from mpbridge.training.checkpoint import continuation
 from mpbridge.training.checkpoint.store import check, locate, step_of
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
 
 SUMMARY = "check whether and how a run resumes from a checkpoint, and which words it needs"
 ARGUMENTS = (

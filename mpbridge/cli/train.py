@@ -8,15 +8,16 @@ import runpy
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli.options import RUN_HERE, arg, resolved
 from mpbridge.cli.text import complain
 from mpbridge.common.errors import BadValue, Conflict
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-
+from mpbridge.common.probe import this_machine
+from mpbridge.planning.rules.table import require_here
+from mpbridge.settings.container import Run
+from mpbridge.settings.training import train_iters
+from mpbridge.training.admission import Admission
 
 SUMMARY = "pretrain a GPT with a recipe"
 STOPPED = 3
@@ -33,9 +34,6 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Trains. Returns 0 if the run is complete, 3 if it stopped early and can be resumed. Faults are reported before torch is imported."""
-    from mpbridge.common.probe import this_machine
-    from mpbridge.training.admission import Admission
-
     asked = {f"train.audit={args.audit}": args.audit, "checkpoint.reset_optimizer=true": args.reset_optimizer}
     asked["train.deterministic=true"] = args.deterministic
     args.overrides = [*args.overrides, *(setting for setting, given in asked.items() if given)]
@@ -62,11 +60,8 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         raise Conflict(
             "\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)])
         )
-    from mpbridge.planning.rules.table import require_here
-
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)
-    from mpbridge.settings.training import train_iters
     from mpbridge.training.loop import pretrain
 
     done = pretrain(made)

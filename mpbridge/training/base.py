@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.backend.devices.collectives import rank
+from mpbridge.backend.engines.contract import Engine, StepResult
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.report.progress import ProgressLine
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import scheduler_arguments
 from mpbridge.training.checkpoint import store
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import Engine, StepResult
-    from mpbridge.common.errors import MpbridgeError
-    from mpbridge.common.report.progress import ProgressLine
-    from mpbridge.settings.container import Run
-    from mpbridge.training.data.batches import Feed
+from mpbridge.training.data.batches import Feed
 
 RECENT = 10
 """Number of steps in the mean of recent losses."""

@@ -11,29 +11,26 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from mpbridge.backend.devices.collectives import on_first_rank
+from mpbridge.backend.engines.contract import StepResult
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.schedule import Span, spans
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import parse_nonfinite
 from mpbridge.training.admission import beginning, resume_point
-from mpbridge.training.base import Hook, scheduler
+from mpbridge.training.base import Hook, Training, scheduler
 from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import reader, store
 from mpbridge.training.checkpoint.continuation import of_run
 from mpbridge.training.checkpoint.verdict import Verdict, verdict
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import StepResult
-    from mpbridge.settings.container import Run
-    from mpbridge.training.base import Training
 
 
 class Checkpointer(Hook):

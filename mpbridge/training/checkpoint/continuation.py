@@ -6,18 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.common.errors import CheckpointError, UnknownName
 from mpbridge.common.formats import DType, dtype
 from mpbridge.planning.memory.keeps import keeps_of
 from mpbridge.precision.registry import describe
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import scheduler_arguments
 from mpbridge.training.checkpoint.format import STATE, Index, decoded, read_file
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, fingerprint, learned, read_fingerprint
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
 
 SOURCE = "source.json"
 """File in a checkpoint of converted weights that describes the folder they came from."""

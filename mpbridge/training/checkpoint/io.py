@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,6 +18,8 @@ from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables import size
 from mpbridge.numerics.observation.operations import unobserved
+from mpbridge.settings.container import Run
+from mpbridge.training.base import Training
 from mpbridge.training.checkpoint import extra_state, state, store
 from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone
 from mpbridge.training.checkpoint.format import INDEX, STATE, encoded
@@ -25,10 +27,6 @@ from mpbridge.training.checkpoint.reader import Contents, converted, different, 
 from mpbridge.training.checkpoint.state import random_entry, random_states, set_random_states
 from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, read_fingerprint, verdict
 from mpbridge.training.checkpoint.writer import RankWrite, indexed, staged, write_common
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-    from mpbridge.training.base import Training
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,24 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from mpbridge.backend.devices.collectives import on_first_rank
+from mpbridge.backend.engines.contract import Batch
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.files import ProgressCallback, lock
 from mpbridge.common.report.console import rank
 from mpbridge.common.report.progress import bar
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import SPLITS, split_shares, train_iters
 from mpbridge.training.data.look import nothing_left, pair_index, too_small
 from mpbridge.training.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.training.data.sources import find, tokenizer
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import Batch
-    from mpbridge.settings.container import Run
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 

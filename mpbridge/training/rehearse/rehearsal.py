@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,19 +20,16 @@ from mpbridge.numerics.scales import DEFAULT_RELEASE
 from mpbridge.numerics.statistics import Statistics
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.training import microbatches
 from mpbridge.training.admission import resume_point
-from mpbridge.training.base import Hook
+from mpbridge.training.base import Hook, Training
 from mpbridge.training.checkpoint.io import load
 from mpbridge.training.loop import pretrain
 from mpbridge.training.process import data_parallel, process_group
 from mpbridge.training.rehearse.report import OWN_ERROR, ProductErrors, RecipeMeasurement, Rehearsal, Rehearsed
 from mpbridge.training.tune.proof import EngineSubject, prove
 from mpbridge.training.tune.scores import Scorer, merged
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
-    from mpbridge.training.base import Training
 
 RECIPES = (
     "bf16_mixed",

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from mpbridge.precision.regions import Quant
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.wording import quant_text
+from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface.kept import full_names
 from mpbridge.settings.huggingface.served import (
     CONTRACT,
@@ -40,9 +41,6 @@ from mpbridge.training.checkpoint.store import audit_of, step_of
 from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
 from mpbridge.training.checkpoint.verdict import read_fingerprint
 from mpbridge.training.serving.files import apart, joined
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
 
 FILE = CONTRACT
 SCHEMA = 1

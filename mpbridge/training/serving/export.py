@@ -10,24 +10,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.files import ProgressCallback
 from mpbridge.common.shipped import VERSION
+from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface import folder as layout
 from mpbridge.settings.huggingface.folder import FolderTensor
 from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
 from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
+from mpbridge.training.serving.cast import Served
 from mpbridge.training.serving.files import SPELLED, SPELLING, Shards, apart, planned
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-    from mpbridge.training.serving.cast import Served
 
 MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
 """Prefixes of FP32 main weights in checkpoints, for all engines."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,11 +18,8 @@ from mpbridge.precision.globs import is_adapter, matches, place
 from mpbridge.settings.huggingface.folder import FolderTensor, read_config, tensors
 from mpbridge.settings.huggingface.tensors import Mapped, adapters
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith
+from mpbridge.training.serving.export import Export, Given
 from mpbridge.training.serving.files import SPELLING, FolderReader, Shards, apart, check, joined
-
-if TYPE_CHECKING:
-    from mpbridge.training.serving.export import Export, Given
-
 
 _LAST_BITS = 2.0**-14
 """Share of a tensor's elements whose code may be another than that of the base: where a GPU's scale differs in its last bit from this one, values within 2**-16 of a tie do."""

@@ -11,16 +11,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.machines import machine
 from mpbridge.common.traits import DEFAULT
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.training.simulate import Simulated
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
-
 
 _CUDA_ONLY: dict[str, Any] = {
     "tp_comm_overlap": False, "cpu_offloading": False, "cpu_offloading_num_layers": 0, "moe_grouped_gemm": False, "moe_permute_fusion": False,

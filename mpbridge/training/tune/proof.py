@@ -10,19 +10,17 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mpbridge.backend.devices.collectives import summed
+from mpbridge.backend.engines.contract import Batch
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.numerics import Emulation
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.training.data.batches import Feed
 from mpbridge.training.tune.choices import TUNED
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import Batch
-    from mpbridge.training.data.batches import Feed
 
 BatchSource = str
 """'train': batches for scoring; 'valid': batches not used for scores."""

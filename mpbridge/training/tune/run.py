@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from mpbridge.planning.rules.gemm_shapes import spans
 from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import FOREIGN, get_mixed_precision_config, recipes
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.load import dump_yaml
 from mpbridge.settings.training import microbatches
 from mpbridge.training.checkpoint import store
@@ -31,9 +32,6 @@ from mpbridge.training.tune.choices import LOW, TUNED
 from mpbridge.training.tune.levels import Budget, Pricing, Where, aimed, budget_of, expressible, prepared
 from mpbridge.training.tune.proof import EngineSubject, ModuleSubject
 from mpbridge.training.tune.tuning import AGREE, ENOUGH, FEWEST, Tuned, TuningRequest, refuse_bad, tuned
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
 
 
 def tune(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from mpbridge.common.files import lock
 from mpbridge.training.checkpoint.store import locate
 from mpbridge.training.serving import files
-from mpbridge.training.serving.cast import Served
 from mpbridge.training.serving.convert import opened, to_checkpoint, to_folder
 from tests.training import survival
 from tests.training.serving import folders
@@ -138,7 +136,7 @@ def recipe_of(root: Path, scaling: str) -> str:
 
 def serve(path: Path, target: Path, method: str, recipe: str | None = None) -> Path:
     """A served folder of that checkpoint."""
-    return to_folder(path, target, casting=partial(Served, method=method, recipe=recipe)).path
+    return to_folder(path, target, method=method, recipe=recipe).path
 
 
 def after(count: int, number: int) -> Callable[[int, int], None]:
@@ -156,8 +154,7 @@ def after(count: int, number: int) -> Callable[[int, int], None]:
 def convert_and_stop(path: Path, target: Path, method: str, recipe: str, file_bytes: int) -> None:
     """In a process of its own: a conversion that is killed at its 22nd tensor."""
     files.FILE_BYTES = file_bytes
-    casting = partial(Served, method=method, recipe=recipe)
-    to_folder(path, target, casting=casting, told=after(22, signal.SIGKILL))
+    to_folder(path, target, method=method, recipe=recipe, told=after(22, signal.SIGKILL))
 
 
 def hold(file: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.facts import Parallel
 from mpbridge.settings.huggingface.served import FORMATS, misfits
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.serving.convert import to_folder
+from mpbridge.training.serving.convert import opened
 from tests.training.serving import folders, models
 
 
@@ -95,16 +94,11 @@ def test_fused_linears_share_the_scales_of_the_whole(path: Path, tmp_path: Path)
 
 
 def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) -> None:
-    made: list[Served] = []
-
-    def casting(*args: Any) -> Served:
-        made.append(Served(*args, method="compressed-tensors", recipe=models.RECIPES["tensorwise"]))
-        return made[0]
-
-    to_folder(path, tmp_path / "out", casting=casting)
-    one = next(cast.one for cast in made[0].training.found if cast.one.name == "decoder.layers.1.mlp.linear_fc1.weight")
+    with opened(path) as export:
+        made = Served(path, export.run, export.wanted, "compressed-tensors", models.RECIPES["tensorwise"])
+    one = next(cast.one for cast in made.training.found if cast.one.name == "decoder.layers.1.mlp.linear_fc1.weight")
     gate, up = (models.weights()[f"model.layers.1.mlp.{part}_proj.weight"].float() for part in ("gate", "up"))
-    found = made[0].named(made[0].parts(one, torch.cat([gate, up]).bfloat16(), split=2))
+    found = made.named(made.parts(one, torch.cat([gate, up]).bfloat16(), split=2))
     for rank in (0, 1):
         rows = slice(192 * rank, 192 * rank + 192)
         scale = 448 / max(gate[rows].abs().max(), up[rows].abs().max())
