@@ -25,12 +25,8 @@ from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.stages import emulation_faults, is_played, played
 
 OPTIONS = {
-    "cuda": "cuda",
-    "te": "transformer_engine",
-    "mcore": "megatron_core",
-    "torch": "torch",
-    "cublaslt": "cublaslt",
-}
+    "cuda": "cuda", "te": "transformer_engine", "mcore": "megatron_core", "torch": "torch", "cublaslt": "cublaslt",
+}  # fmt: skip
 """Option -> the field of Versions that it sets."""
 _EXAMPLES = {
     "cuda": ("11.8", "12.1", "12.4", "12.6", "12.8", "12.9", "13.0"),

@@ -105,12 +105,9 @@ def _name(one: Certificate) -> str:
 
 
 PARTS = {
-    "operand": "operands",
-    "gemm": "GEMMs: bits are -log2 of the relative error",
-    "second pass": "quantized a second time",
-    "optimizer": "optimizer",
-    "attention": "attention and log-probabilities",
-}
+    "operand": "operands", "gemm": "GEMMs: bits are -log2 of the relative error",
+    "second pass": "quantized a second time", "optimizer": "optimizer", "attention": "attention and log-probabilities",
+}  # fmt: skip
 LEGEND = (
     "+-: measured, half of the 95 % interval over independent tensors (Student's t). Without: exact, a sum over all outcomes of the rounding. "
     "<=: a bound for every tensor whose scales are normal numbers."

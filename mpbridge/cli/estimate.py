@@ -78,16 +78,11 @@ def _reference(made: Run, where: TargetMachine) -> tuple[Run | None, Estimate | 
 def _data(recipe: str, one: Estimate, price: float | None) -> dict[str, Any]:
     hours = one.gpu_hours_per_billion_tokens
     return {
-        "recipe": recipe,
-        "predicted": True,
-        **record(one, "seconds", "band", "span", "because"),
-        "tokens_per_second_per_gpu": one.tokens_per_second,
-        "model_tflops_per_gpu": one.flops_per_second / 1e12,
-        "share_of_peak": one.share_of_peak,
-        "gpu_hours_per_billion_tokens": hours,
-        "price_per_billion_tokens": None if price is None else price * hours,
-        **record(one, "parts", "left_out"),
-    }
+        "recipe": recipe, "predicted": True, **record(one, "seconds", "band", "span", "because"),
+        "tokens_per_second_per_gpu": one.tokens_per_second, "model_tflops_per_gpu": one.flops_per_second / 1e12,
+        "share_of_peak": one.share_of_peak, "gpu_hours_per_billion_tokens": hours,
+        "price_per_billion_tokens": None if price is None else price * hours, **record(one, "parts", "left_out"),
+    }  # fmt: skip
 
 
 def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None, price: float | None) -> None:

@@ -86,14 +86,11 @@ def variables(pairs: Iterable[str]) -> dict[str, str]:
 
 
 HEADINGS = (
-    ("contradicts", "contradicts itself"),
-    ("inert", "has no effect there"),
-    ("cannot_express", "mpbridge cannot express"),
-    ("unknown", "unknown there"),
-    ("undecided", "undecided: what decides stands elsewhere"),
-    ("in_force", "not said, decided by its defaults"),
+    ("contradicts", "contradicts itself"), ("inert", "has no effect there"),
+    ("cannot_express", "mpbridge cannot express"), ("unknown", "unknown there"),
+    ("undecided", "undecided: what decides stands elsewhere"), ("in_force", "not said, decided by its defaults"),
     ("assumed", "assumed"),
-)
+)  # fmt: skip
 """Kind of note -> its heading."""
 MOST_LISTED = 100
 """Notes of one kind that the terminal shows: a real file has a few."""

@@ -63,14 +63,12 @@ class Admission:
         if evaluates or not self.own_data:
             lacking += corpus_faults(data, evaluates=evaluates)
         lacking += [*_places(sections), *_beginning(sections["checkpoint"])]
-        self.notes += _unwritten(sections["logger"])
+        trackers = names_of(sections["logger"])
+        if trackers and not sections["logger"]["log_dir"]:
+            self.notes.append(f"logger.trackers={', '.join(trackers)}: nothing is written without logger.log_dir")
         if self.here:
-            self.trackers = [
-                f"tracker {name}: {why}; the run continues without it"
-                for name in names_of(sections["logger"])
-                if (why := absent(name))
-            ]
-        if self.here:
+            missing = ((name, why) for name in trackers if (why := absent(name)))
+            self.trackers = [f"tracker {name}: {why}; the run continues without it" for name, why in missing]
             return wrong + lacking
         self.notes += [f"on this machine: {fault}" for fault in lacking]
         return wrong
@@ -191,11 +189,6 @@ def place_fault(setting: str, given: str | Path) -> str:
     return ""
 
 
-def _unwritten(section: Mapping[str, Any]) -> list[str]:
-    names = [] if section["log_dir"] else names_of(section)
-    return [f"logger.trackers={', '.join(names)}: nothing is written without logger.log_dir"] if names else []
-
-
 def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     """Prints what the recipe decides, and the warnings; returns the warnings. Raises Refused, like `require_here`."""
     facts = run.facts
@@ -229,14 +222,10 @@ def write_precision(run: Run, folder: Path | None) -> None:
         return
     facts = run.facts
     data = {
-        "recipe": run.recipe,
-        "engine": facts.engine,
-        **run.plan.as_data(),
-        "parallel": dataclasses.asdict(facts.parallel),
-        "micro_batch_size": facts.micro_batch_size,
-        "versions": dataclasses.asdict(installed()),
-        "config": settings_of(run),
-    }
+        "recipe": run.recipe, "engine": facts.engine, **run.plan.as_data(),
+        "parallel": dataclasses.asdict(facts.parallel), "micro_batch_size": facts.micro_batch_size,
+        "versions": dataclasses.asdict(installed()), "config": settings_of(run),
+    }  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

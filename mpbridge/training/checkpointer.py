@@ -199,12 +199,8 @@ class Nonfinite(Hook):
             record(training, "nonfinite", f"{text}: the run stops, {why}", **facts)
             return
         self.left -= 1
-        record(
-            training,
-            "rollback",
-            f"{text}: rolled back to {place.name}, continuing after the samples already read; {self.left} rollbacks left",
-            **facts,
-        )
+        left = f"continuing after the samples already read; {self.left} rollbacks left"
+        record(training, "rollback", f"{text}: rolled back to {place.name}, {left}", **facts)
 
 
 def resume_line(folder: Path) -> str:
@@ -321,8 +317,7 @@ def switch(training: Training) -> None:
         answer = checkpoint.load(training, place)
     finally:
         on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
-    text = f"step {training.counters.iteration}: {before.recipe} -> {after.recipe}: {_short(answer)}"
-    record(
-        training, "recipe", text, before=before.recipe, after=after.recipe, verdict=answer.kind, lost=list(answer.lost)
-    )
-    training.notes[f"recipe from step {training.counters.iteration + 1}"] = after.recipe
+    done, old, new = training.counters.iteration, before.recipe, after.recipe
+    text = f"step {done}: {old} -> {new}: {_short(answer)}"
+    record(training, "recipe", text, before=old, after=new, verdict=answer.kind, lost=list(answer.lost))
+    training.notes[f"recipe from step {done + 1}"] = new

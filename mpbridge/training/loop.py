@@ -142,10 +142,8 @@ class _Steps:
         self.tokens = self.global_batch * training.feed.seq_length
         self.meter = Meter(flops=whole_square_flops_per_token(run.facts.shape), processes=dist.get_world_size())
         self.eval_losses: list[tuple[int, float]] = []
-        self.eval_interval, self.eval_iters = (
-            int(run.train.get("eval_interval") or 0),
-            int(run.train.get("eval_iters") or 0),
-        )
+        self.eval_interval = int(run.train.get("eval_interval") or 0)
+        self.eval_iters = int(run.train.get("eval_iters") or 0)
         self.folder = Path(run.logger["log_dir"]) if run.logger.get("log_dir") and rank() == 0 else None
 
     def go(self, stack: ExitStack, out: Any) -> Summary:
@@ -256,11 +254,7 @@ def write_timing(run: Any, meter: Any, folder: Path | None) -> None:
         return
     times = sorted(took for took, _ in meter._times)
     data = {
-        "recipe": run.recipe,
-        "seconds": times[len(times) // 2],
-        "tokens_per_second": meter.rate / meter.processes,
-        "steps": len(times),
-        "world_size": meter.processes,
-        "config": settings_of(run),
-    }
+        "recipe": run.recipe, "seconds": times[len(times) // 2], "tokens_per_second": meter.rate / meter.processes,
+        "steps": len(times), "world_size": meter.processes, "config": settings_of(run),
+    }  # fmt: skip
     _write(folder / "timing.json", data)

@@ -177,16 +177,9 @@ def test_a_layout_that_sets_what_the_first_sets_is_shown_by_what_differs(ask, ca
 
 def test_layers_that_alternate_are_counted_and_listed_in_json(ask, capsys):
     words = [
-        "check",
-        "--config",
-        "nemotron_nano_v2_12b",
-        "--recipe",
-        "nanov2_bf16_with_fp8_current_scaling_mixed",
-        "--target",
-        "h100",
-        "--world-size",
-        "64",
-    ]
+        "check", "--config", "nemotron_nano_v2_12b", "--recipe", "nanov2_bf16_with_fp8_current_scaling_mixed",
+        "--target", "h100", "--world-size", "64",
+    ]  # fmt: skip
     _, answer = ask(*words)
     assert [len(one["layers"]) for one in answer["sizes"]] == [26]
     main(words)

@@ -14,13 +14,8 @@ from mpbridge.planning.memory.by_role import memory, total_parameters
 from tests.forked import ROOT, forked
 
 QUICK = (
-    "bf16_mixed, distributed",
-    "precision-aware, rem",
-    "fp8 mom",
-    "emulated",
-    "bf16_params",
-    "bf16_megatron_fsdp with",
-)
+    "bf16_mixed, distributed", "precision-aware, rem", "fp8 mom", "emulated", "bf16_params", "bf16_megatron_fsdp with",
+)  # fmt: skip
 """Rows, by their first letters, that the default suite measures: each engine, each kind of main weights."""
 
 

@@ -15,17 +15,10 @@ from mpbridge.training.base import Hook
 
 SEQ, VOCAB = 32, 64
 MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "vocab_size": VOCAB,
-    "max_sequence_length": SEQ,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ,
+    "hidden_dropout": 0.1, "attention_dropout": 0.1, "add_bias_linear": False, "position_embedding_type": "rope",
     "share_embeddings_and_output_weights": True,
-}
+}  # fmt: skip
 
 
 LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "ffn_hidden_size": 128}

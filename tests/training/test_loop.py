@@ -19,19 +19,9 @@ from mpbridge.training.loop import pretrain
 from tests.training.tiny import tiny, tiny_run
 
 ROW = [
-    "iteration",
-    "consumed_samples",
-    "loss",
-    "lr",
-    "grad_norm",
-    "loss_scale",
-    "applied",
-    "skipped_steps",
-    "nonfinite_steps",
-    "step_seconds",
-    "tokens_per_second",
-    "model_flops_per_second",
-]
+    "iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "applied", "skipped_steps",
+    "nonfinite_steps", "step_seconds", "tokens_per_second", "model_flops_per_second",
+]  # fmt: skip
 
 
 class Recorder(Hook):

@@ -19,7 +19,7 @@ from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables import size
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.settings.container import Run
-from mpbridge.training.base import Training
+from mpbridge.training.base import Counters, Training
 from mpbridge.training.checkpoint import extra_state, state, store
 from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone
 from mpbridge.training.checkpoint.format import INDEX, STATE, encoded
@@ -176,9 +176,9 @@ def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
         raise Refused(f"{path}: {asks}")
     if answer.kind == "refused" or (answer.kind == "weights only" and not reset):
         raise Refused(f"{path} cannot be resumed in {run.recipe}: " + "\n".join(answer.lines()))
-    return (
-        answer.without_states("it was requested (checkpoint.reset_optimizer)") if reset and answer.goes_on else answer
-    )
+    if reset and answer.goes_on:
+        return answer.without_states("it was requested (checkpoint.reset_optimizer)")
+    return answer
 
 
 def _look(path: Path) -> Fingerprint | None:
@@ -218,7 +218,7 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
     ):
         raise CheckpointError(f"{file} has no counters: it was not written by mpbridge")
     counters, data = found["counters"], found["data"]
-    names = set(_COUNTERS)
+    names = {field.name for field in dataclasses.fields(Counters)}
     if set(counters) != names:
         raise CheckpointError(f"{file} counts {sorted(map(str, counters))[:8]}, expected {sorted(names)}")
     numbers = counters | {
@@ -240,10 +240,6 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
     if not isinstance(data.get("mark"), str):
         raise CheckpointError(f"{file}: data.mark is not text")
     return found
-
-
-_COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
-"""Names of the fields of train.metrics.Counters."""
 
 
 def _take_up(training: Training, contents: Contents, *, weights_only: bool, exactly: bool = False) -> None:

@@ -73,12 +73,8 @@ class Fingerprint:
 
     def as_data(self) -> dict[str, Any]:
         """The fingerprint as JSON types, with a schema number."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return (
-            {"schema": SCHEMA}
-            | plain
-            | {"policy": self.policy.as_data(), "layout": self.layout(), "sha256": self.policy.fingerprint()}
-        )
+        data = {"schema": SCHEMA} | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return data | {"policy": self.policy.as_data(), "layout": self.layout(), "sha256": self.policy.fingerprint()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Fingerprint:
@@ -87,16 +83,13 @@ class Fingerprint:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise CheckpointError(f"fingerprint of schema {found!r}: this mpbridge reads schema {SCHEMA}")
         try:
-            facts = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name != "function"} | {
-                "function": data.get("function") or {}
-            }
+            facts = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name != "function"}
+            facts["function"] = data.get("function") or {}
             if shapeless := [name for name in _TABLES if not isinstance(facts[name], Mapping)]:
                 raise TypeError(f"{', '.join(shapeless)}: expected a table")
             if "mamba" in facts["shape"]:  # how checkpoints of November 2026 call the sizes of a hybrid's parts
-                facts["shape"] = {
-                    ("sizes" if name == "mamba" else name): value for name, value in facts["shape"].items()
-                }
-                facts["shape"]["sizes"] = facts["shape"]["sizes"] or {}
+                shape = dict(facts["shape"])
+                facts["shape"] = {"sizes": shape.pop("mamba") or {}, **shape}
             return cls(**(facts | {"policy": PrecisionPolicy.from_data(data["policy"])}))
         except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error
@@ -124,11 +117,9 @@ class Fingerprint:
         """The same run with another recipe (and engine): `policy` resolved with this run's optimizer section."""
         settled, engine = policy.settled(self.optimizer_section), engine or self.engine
         asked = _FAMILY.get(self.optimizer, self.optimizer)
-        optimizer = updater(asked, settled, traits(engine))
-        random = self.random or _stochastic(settled)
-        return dataclasses.replace(
-            self, policy=settled, recipe=recipe, engine=engine, optimizer=optimizer, random=random
-        )
+        made = dataclasses.replace(self, policy=settled, recipe=recipe, engine=engine)
+        optimizer, random = updater(asked, settled, traits(engine)), self.random or _stochastic(settled)
+        return dataclasses.replace(made, optimizer=optimizer, random=random)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

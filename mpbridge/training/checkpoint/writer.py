@@ -87,7 +87,9 @@ def write(folder: Path, rank: int, load: Load) -> None:
             except RuntimeError as error:
                 # behind a write that failed torch 2.6 closes its archive, which fails in other words
                 raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-            at = _payload(stream, start, out.tell(), data.numel() * data.element_size())
+            at, found = members(stream, start, out.tell())["data/0"]
+            assert found == data.numel() * data.element_size()
+            stream.seek(out.tell())
             entry = part["tensors"].setdefault(key, {"dtype": _name(data.dtype), "shape": list(shape), "pieces": []})
             entry["pieces"].append([at, list(offset), list(data.shape), start, out.tell() - start])
         for key, raw in load.objects.items():
@@ -136,14 +138,6 @@ class _Summed(io.RawIOBase):
         """Writes zeros up to the next multiple of ALIGN, and returns that position."""
         self.write(bytes(-self.at % ALIGN))
         return self.at
-
-
-def _payload(stream: IO[bytes], start: int, stop: int, size: int) -> int:
-    """Position of the elements in the archive that torch.save just wrote."""
-    at, found = members(stream, start, stop)["data/0"]
-    assert found == size
-    stream.seek(stop)
-    return at
 
 
 class RankWrite:

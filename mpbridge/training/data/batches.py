@@ -64,7 +64,9 @@ class Feed:
             return self._streamed(self.dataset, consumed, micro, dp_rank, dp_size)
         if split not in self._opened:
             assert self.corpus is not None
-            self._opened[split] = self.corpus.dataset(split, self._samples(split))
+            train = self.run.train
+            steps = train_iters(train) if split == "train" else int(train.get("eval_iters") or 1)
+            self._opened[split] = self.corpus.dataset(split, steps * int(train["global_batch_size"]))
         return self._indexed(self._opened[split], consumed, micro, dp_rank, dp_size)
 
     def mark(self, consumed: int) -> str:
@@ -79,13 +81,6 @@ class Feed:
         for index in (0, consumed // 2, consumed - 1):
             found.update(dataset[index % len(dataset)]["tokens"].numpy().tobytes())
         return found.hexdigest()[:16]
-
-    def _samples(self, split: str) -> int:
-        train = self.run.train
-        steps = train_iters(train)
-        if split != "train":
-            steps = int(train.get("eval_iters") or 1)
-        return steps * int(train["global_batch_size"])
 
     def _indexed(self, dataset: Any, consumed: int, micro: int, rank: int, size: int) -> Iterator[Batch]:
         length = len(dataset)
@@ -173,11 +168,14 @@ class Corpus:
         from megatron.core.datasets.gpt_dataset import GPTDataset
 
         place = SPLITS.index(split)
-        prefixes, weights = self._pairs(split)
+        own = split == "train" or not self.held_out
+        prefixes, weights = (self.prefixes, self.weights) if own else (self.held_out, None)
         config, sizes = self._config(prefixes, weights, split), [0, 0, 0]
         config.split_matrix = [matrix if at == place else None for at, matrix in enumerate(config.split_matrix)]
         sizes[place] = samples
-        self._some_text(prefixes, split, config.split_matrix[place])
+        for index in map(pair_index, prefixes):  # without a single token the library would loop forever
+            if not index.holds_tokens(config.split_matrix[place]):
+                raise DataError(nothing_left(self.split, split, index.prefix, index.sequences))
         with _some_group(len(prefixes) > 1), _alone(Path(config.path_to_cache)):
             try:
                 return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
@@ -188,11 +186,6 @@ class Corpus:
                     raise
                 text = f"the sample index under {config.path_to_cache} cannot be used ({cause}); make room there, delete that folder, "
                 raise DataError(text + "or name another with data.cache_dir=...") from error
-
-    def _pairs(self, split: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-        if split != "train" and self.held_out:
-            return self.held_out, None
-        return self.prefixes, self.weights
 
     def _config(self, prefixes: tuple[str, ...], weights: tuple[float, ...] | None, split: str) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -213,14 +206,6 @@ class Corpus:
             eod_mask_loss=False,
             create_attention_mask=False,
         )
-
-    def _some_text(self, prefixes: tuple[str, ...], split: str, span: tuple[float, float] | None) -> None:
-        """Raises DataError for a split without a single token, on which the library would loop forever."""
-        for prefix in prefixes:
-            lengths = _lengths(prefix)
-            start, end = (round(edge * len(lengths)) for edge in span or (0.0, 0.0))
-            if not lengths[start:end].sum():
-                raise DataError(nothing_left(self.split, split, prefix, len(lengths)))
 
 
 def _lengths(prefix: str) -> Any:

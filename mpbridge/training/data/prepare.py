@@ -260,7 +260,6 @@ _STEP = 1 << 24
 
 def pair(prefix: str) -> PairFigures:
     """The figures of a pair; reads all of it once. Raises DataError."""
-    import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     pair_index(prefix)  # the library maps any file without checking it, and cannot release one that it could not read

@@ -132,15 +132,15 @@ def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: boo
         )
     policy = saved.policy.fingerprint()
     config = data["config"] if subject.config is None else subject.config
-    pairs = [
-        ("realization", data["realization"], saved.realization),
-        ("model", data["config"].get("model"), config.get("model")),
-    ]
+    pairs = {
+        "realization": (data["realization"], saved.realization),
+        "model": (data["config"].get("model"), config.get("model")),
+    }
     if data["recipe"] == saved.recipe:  # a run that went on under another recipe has that one's policy
-        pairs.append(("policy", data["fingerprint"], policy))
-    if others := [
-        f"{name} {brief(here)}, the checkpoint's {brief(there)}" for name, here, there in pairs if here != there
-    ]:
+        pairs["policy"] = data["fingerprint"], policy
+    apart = {name: map(brief, pair) for name, pair in pairs.items() if pair[0] != pair[1]}
+    if apart:
+        others = [f"{name} {here}, the checkpoint's {there}" for name, (here, there) in apart.items()]
         raise Refused(f"{evidence.path} is of another run than {folder}: {'; '.join(others)}")
     byproducts: list[dict[str, Any]] = [
         {"name": evidence.path.name, "digest": {"sha256": hashlib.sha256(bytes_of(evidence.path, kind="json")).hexdigest()}, "annotations": {"in": "the run's folder"}}
@@ -224,8 +224,13 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str
 def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> Verified:
     """Checks a folder against its record. signer: the public key. Raises Refused naming everything that is wrong."""
     statements, found = _statements(folder, signer), digests(folder, OUTSIDE, told)
+    faults: list[str] = []
     try:
-        faults, bodies = _faults(folder, statements, found)
+        for statement in statements.values():
+            wanted = {str(one["name"]): one["digest"]["sha256"] for one in statement["subject"]}
+            faults += [line for line in differences(wanted, found) if line not in faults]
+        bodies = {kind: statement["predicate"] for kind, statement in statements.items()}
+        faults = faults or _disagreements(folder, bodies)
         names = [one["name"] for one in bodies[PROVENANCE]["runDetails"]["byproducts"]]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise Refused(f"{folder / RECORD} lacks facts that a record has ({type(error).__name__}: {error})") from None
@@ -233,20 +238,6 @@ def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> Verif
         faults += check_folder(folder, signer, MODEL_SIGNATURE)
     _refuse(folder, faults)
     return Verified(key=signer.id, files=len(found), provenance=bodies[PROVENANCE], result=bodies[RESULT])
-
-
-def _faults(
-    folder: Path, statements: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]
-) -> tuple[list[str], dict[str, Mapping[str, Any]]]:
-    """(lines about files and facts that differ, the statements' predicates by type)."""
-    faults: list[str] = []
-    for statement in statements.values():
-        wanted = {str(one["name"]): one["digest"]["sha256"] for one in statement["subject"]}
-        faults += [line for line in differences(wanted, found) if line not in faults]
-    bodies = {kind: statement["predicate"] for kind, statement in statements.items()}
-    if not faults:
-        faults += _disagreements(folder, bodies)
-    return faults, bodies
 
 
 def _statements(folder: Path, signer: Signer) -> dict[str, Mapping[str, Any]]:

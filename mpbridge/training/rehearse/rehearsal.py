@@ -32,13 +32,9 @@ from mpbridge.training.tune.proof import EngineSubject, prove
 from mpbridge.training.tune.scores import Scorer, merged
 
 RECIPES = (
-    "bf16_mixed",
-    "bf16_with_fp8_delayed_scaling_mixed",
-    "bf16_with_fp8_current_scaling_mixed",
-    "bf16_with_fp8_subchannel_scaling_mixed",
-    "bf16_with_mxfp8_mixed",
-    "bf16_with_nvfp4_mixed",
-)
+    "bf16_mixed", "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed",
+)  # fmt: skip
 """The recipes rehearsed by default: high precision and each scaling once."""
 RELEASE = ".".join(map(str, DEFAULT_RELEASE))
 LR = 1e-4
@@ -72,11 +68,8 @@ class Listen(Hook):
         emulation: Emulation | None = getattr(training.engine, "emulation", None)
         if emulation is not None:
             emulation.observer = self.statistics
-            self.quantized, self.high, self.notes = (
-                list(emulation.plugs),
-                list(emulation.high),
-                list(emulation.notes()[1:]),
-            )
+            self.quantized, self.high = list(emulation.plugs), list(emulation.high)
+            self.notes = list(emulation.notes()[1:])
         self.statistics.step(1)
 
     def stepped(self, training: Training, result: Any) -> None:
@@ -149,9 +142,8 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
     made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = steps, None, 0, "warn"
     made.checkpoint = {}
     made.logger = {"log_dir": None, "tensorboard": False, "progress": False, "precision_every": 0}
-    return made.resolved(
-        made.smallest_world() if not torch.distributed.is_initialized() else torch.distributed.get_world_size()
-    )
+    started = torch.distributed.is_initialized()
+    return made.resolved(torch.distributed.get_world_size() if started else made.smallest_world())
 
 
 def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Rehearsed:

@@ -144,20 +144,15 @@ class _Conversion:
 
     def _origin(self) -> dict[str, Any]:
         reader = self.reader
-        narrow = {
-            name: str(reader.dtype_of(name)).removeprefix("torch.")
-            for one in self.wanted
-            for name, _ in one.parts
-            if reader.dtype_of(name) is not self.dtypes[one.places[0].key]
-        }
+        narrow: dict[str, str] = {}
+        for one in self.wanted:
+            found = {name: reader.dtype_of(name) for name, _ in one.parts}
+            own = self.dtypes[one.places[0].key]
+            narrow |= {name: str(dtype).removeprefix("torch.") for name, dtype in found.items() if dtype is not own}
         return {
-            "schema": SCHEMA,
-            "layout": PREFIX.rstrip(":"),
-            "config": dict(reader.config),
-            "narrower": narrow,
-            "copies": sorted(self.copied),
-            "widened": sum(map(reader.is_quantized, reader.held)),
-        }
+            "schema": SCHEMA, "layout": PREFIX.rstrip(":"), "config": dict(reader.config), "narrower": narrow,
+            "copies": sorted(self.copied), "widened": sum(map(reader.is_quantized, reader.held)),
+        }  # fmt: skip
 
 
 def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -> None:
@@ -209,11 +204,10 @@ def to_folder(
         partial = folder_inside(target.parent, f".{target.name}.partial")
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            given = (
-                write_alone(export, partial, like, told, Given(path=target, family=export.family.name))
-                if adapters == "alone"
-                else export.write(partial, like, told)
-            )
+            if adapters == "alone":
+                given = write_alone(export, partial, like, told, Given(path=target, family=export.family.name))
+            else:
+                given = export.write(partial, like, told)
             if target.exists():
                 target.rmdir()
             partial.rename(target)

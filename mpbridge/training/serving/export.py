@@ -30,13 +30,9 @@ from mpbridge.training.serving.files import SPELLED, SPELLING, Shards, apart, pl
 MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
 """Prefixes of FP32 main weights in checkpoints, for all engines."""
 BESIDE = (
-    *TOKENIZERS,
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
+    *TOKENIZERS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "generation_config.json",
-)
+)  # fmt: skip
 """Small files copied from the folder given as `like`."""
 
 
@@ -116,12 +112,10 @@ class Export:
                     for name, tensor in self._tensors(one):
                         shards.put(name, tensor)
             shards.index()
-            quantization = (
-                None
-                if self.casting is None
-                else self.casting.finish(folder, {name: shards.facts[name] for name in plan})
-            )
-            given.notes += [] if self.casting is None else self.casting.notes
+            quantization = None
+            if self.casting is not None:
+                quantization = self.casting.finish(folder, {name: shards.facts[name] for name in plan})
+                given.notes += self.casting.notes
             if self.merge is not None:
                 given.merged = self.merge.facts()
                 given.notes += self.merge.notes

@@ -295,13 +295,9 @@ def moved(result: Tuned) -> list[tuple[str, str, str, str]]:
         layers.extend(dict.fromkeys(layer for layer, _ in unit.places))
         rows[unit.kind, level] = (layers, saved + mine.get(LOW, 0.0) - mine[level])
     order = sorted(rows.items(), key=lambda item: -item[1][1])
+    misfit = "its shapes do not fit the low format"
     return [
-        (
-            kind,
-            spans(layers),
-            level,
-            f"{saved / whole:.0%} of all low's damage" if saved > 0 else "its shapes do not fit the low format",
-        )
+        (kind, spans(layers), level, f"{saved / whole:.0%} of all low's damage" if saved > 0 else misfit)
         for (kind, level), (layers, saved) in order
     ]
 
@@ -350,17 +346,13 @@ def lines(result: Tuned, recipe: str) -> list[str]:
     if math.isnan(result.agreement):
         agreement = "two halves of the batches have no rankings to compare: fewer than three decisions, or all equal"
     else:
-        agreement = (
-            f"two halves of the batches rank the decisions with a correlation of {result.agreement:.2f} (Spearman)"
-        )
-        agreement += f": below {AGREE}" if result.pooled else ""
+        rank = f"rank the decisions with a correlation of {result.agreement:.2f} (Spearman)"
+        agreement = f"two halves of the batches {rank}{f': below {AGREE}' if result.pooled else ''}"
     found.append(agreement + (", so layers were pooled to whole kinds" if result.pooled else ""))
-    found.append(
-        f"expected gradient error of the choice: {result.predicted:.4f}; measured: {result.proof[TUNED].error:.4f}"
-    )
+    measured = result.proof[TUNED].error
+    found.append(f"expected gradient error of the choice: {result.predicted:.4f}; measured: {measured:.4f}")
     found += [f"note: {note}" for note in result.notes]
     found += [f"verdict: {line}" for line in result.verdict.lines]
     if result.verdict.take != TUNED:
-        said = fields(result.recipes[result.verdict.take], recipe)
-        found.append(f"take: {said}")
+        found.append(f"take: {fields(result.recipes[result.verdict.take], recipe)}")
     return found

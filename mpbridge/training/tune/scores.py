@@ -214,13 +214,11 @@ def damages(
             # an expert that got no token in any batch has no score and no observed damage
             if all(part is None for part in parts):
                 continue
-            mine[name] = math.fsum(
-                whole[name][gemm] * part.score[gemm] / totals[name, gemm]
-                for part in parts
-                if part is not None
-                for gemm in GEMMS
-                if totals[name, gemm]
+            known = [gemm for gemm in GEMMS if totals[name, gemm]]
+            shares = (
+                whole[name][gemm] * part.score[gemm] / totals[name, gemm] for part in parts if part for gemm in known
             )
+            mine[name] = math.fsum(shares)
         found.append(mine)
     return found
 

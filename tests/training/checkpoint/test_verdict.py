@@ -277,12 +277,9 @@ def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
     partial = store.begin(tmp_path, 14)
     batch = int(run.train["global_batch_size"])
     own = {
-        "max_lr": 0.002,
-        "min_lr": 0.0002,
-        "lr_warmup_steps": 20 * batch,
-        "lr_decay_steps": 21 * batch,
+        "max_lr": 0.002, "min_lr": 0.0002, "lr_warmup_steps": 20 * batch, "lr_decay_steps": 21 * batch,
         "lr_decay_style": "cosine",
-    }
+    }  # fmt: skip
     (partial / "config.yaml").write_text(run.container.to_yaml())
     (partial / FILE).write_text(json.dumps(fingerprint(run.recipe, run.policy, run.facts, {}).as_data()))
     (partial / "state.json").write_text(json.dumps(encoded({"run": {"scheduler": own}})))

@@ -27,12 +27,10 @@ SIZES = {
     "mlp.down_proj.weight": (256, 384),
 }  # fmt: skip
 RECIPES = {
-    "tensorwise": "bf16_with_fp8_current_scaling_mixed",
-    "rowwise": "bf16_with_fp8_rowwise",
-    "blockwise": "bf16_with_fp8_subchannel_scaling_mixed",
-    "mxfp8": "bf16_with_mxfp8_mixed",
+    "tensorwise": "bf16_with_fp8_current_scaling_mixed", "rowwise": "bf16_with_fp8_rowwise",
+    "blockwise": "bf16_with_fp8_subchannel_scaling_mixed", "mxfp8": "bf16_with_mxfp8_mixed",
     "nvfp4": "bf16_with_nvfp4_mixed",
-}
+}  # fmt: skip
 PARTS = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.linear_proj": ("self_attn.o_proj",),

@@ -106,8 +106,8 @@ def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) 
             assert torch.allclose(found[f"model.layers.1.mlp.{part}_proj.weight_scale"][rows], 1 / scale, rtol=2e-7)
             codes = found[f"model.layers.1.mlp.{part}_proj.weight"][rows]
             assert (codes.float() / scale - weight[rows]).abs().max() <= 16 / scale  # half a step at 448
-    two = replace(made[0].facts, parallel=Parallel(world_size=2, tensor=2))
-    reasons = " ".join(misfits(made[0].row, made[0].training.found, two))
+    two = replace(made.facts, parallel=Parallel(world_size=2, tensor=2))
+    reasons = " ".join(misfits(made.row, made.training.found, two))
     assert reasons.startswith(
         "self_attention.linear_proj: each of 2 tensor-parallel ranks has its own scales for its columns"
     )

@@ -111,12 +111,9 @@ def test_layers_for_further_tokens_and_their_copies_come_back(tmp_path: Path) ->
         "n_shared_experts": 1, "num_nextn_predict_layers": 1,
     }  # fmt: skip
     attention = {
-        "q_a_proj": (24, 64),
-        "q_b_proj": (96, 24),
-        "kv_a_proj_with_mqa": (24, 64),
-        "kv_b_proj": (128, 16),
+        "q_a_proj": (24, 64), "q_b_proj": (96, 24), "kv_a_proj_with_mqa": (24, 64), "kv_b_proj": (128, 16),
         "o_proj": (64, 64),
-    }
+    }  # fmt: skip
     sizes: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": size for name, size in attention.items()}
     sizes |= {
         "self_attn.q_a_layernorm.weight": (24,),
@@ -139,11 +136,8 @@ def test_layers_for_further_tokens_and_their_copies_come_back(tmp_path: Path) ->
         "model.norm.weight": torch.randn(64).bfloat16(),
     }
     ahead = {
-        "enorm.weight": (64,),
-        "hnorm.weight": (64,),
-        "eh_proj.weight": (64, 128),
-        "shared_head.norm.weight": (64,),
-    }
+        "enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128), "shared_head.norm.weight": (64,),
+    }  # fmt: skip
     tensors |= {f"model.layers.1.{name}": torch.randn(size).bfloat16() for name, size in ahead.items()}
     tensors |= {
         "model.layers.1.embed_tokens.weight": embedding.clone(),
