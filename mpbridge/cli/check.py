@@ -96,12 +96,8 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
     if assumed := ", ".join(where.assumed):
         options = [f"--{option}" for option, field in OPTIONS.items() if field.replace("_", " ") in assumed]
         found.append(("versions there", assumed, f"{' '.join(options)} X.Y"))
-    found += [
-        (name.replace("_", " "), str(made.train[name]), f"train.{name}=N")
-        for name in _BATCHES
-        if f"train.{name}" not in made.origin
-    ]
-    return found
+    default = [name for name in _BATCHES if f"train.{name}" not in made.origin]
+    return found + [(name.replace("_", " "), str(made.train[name]), f"train.{name}=N") for name in default]
 
 
 def _others(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
@@ -135,10 +131,8 @@ def _recipes(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
             found.append((advise(entry, one), _Other(settings=f"--recipe {name}", outlook=one, gains=gains)))
     found = [pair for pair in found if pair[0].fit == min(one.fit for one, _ in found)]
     fastest = min((one.seconds or 0.0 for one, _ in found), default=0.0)
-    ties = sorted(
-        (pair for pair in found if (pair[0].seconds or 0.0) <= fastest * (1 + pair[0].band)),
-        key=lambda pair: pair[0].rank,
-    )
+    ties = [pair for pair in found if (pair[0].seconds or 0.0) <= fastest * (1 + pair[0].band)]
+    ties.sort(key=lambda pair: pair[0].rank)
     if not ties:
         return []
     more = f" ({len(ties) - 1} more within the band: mpbridge recommend)" if len(ties) > 1 else ""
@@ -235,19 +229,16 @@ def _beside(settings: str, first: str) -> str:
     """Settings as they are shown below the first: where they set all that it sets, only what differs."""
     words, known = shlex.split(settings), shlex.split(first)
     names, others = ({word.partition("=")[0] for word in one} for one in (words, known))
-    return (
-        settings
-        if words == known or not others <= names
-        else f"the first, then {shlex.join(word for word in words if word not in known)}"
-    )
+    if words == known or not others <= names:
+        return settings
+    return f"the first, then {shlex.join(word for word in words if word not in known)}"
 
 
 def _fits(one: Outlook) -> str:
     if not one.answer:
         return f"not decided: {one.no_answer}"
-    need, off, have = (
-        f"{size / GIB.size:.1f}" for size in (one.memory.needed, one.memory.band, one.machine.memory_bytes)
-    )
+    sizes = (one.memory.needed, one.memory.band, one.machine.memory_bytes)
+    need, off, have = (f"{size / GIB.size:.1f}" for size in sizes)
     word = {"fits": "yes", "tight": "tight", "does not fit": "no"}[one.answer]
     parts = ", ".join(f"{name} {size / GIB.size:.1f}" for name, size in one.parts.items())
     return f"{word}: {need} +- {off} GiB of {have} ({parts}; mpbridge memory)"

@@ -48,10 +48,8 @@ def run(args: argparse.Namespace) -> int:
     gpu = None if args.target is None else machine(args.target)
     with bar("compared", quiet=args.json) as told:
         report = examine(folder, path, recipe=args.recipe, engines=_engines(args.engine), target=gpu, told=told)
-    differences = [
-        record(one, "name", "kind", what=one.text, error=one.error if one.error < float("inf") else None)
-        for one in report.found
-    ]
+    errors = ((one, one.error if one.error < float("inf") else None) for one in report.found)
+    differences = [record(one, "name", "kind", what=one.text, error=error) for one, error in errors]
     said = {"high_precision": report.high, "differences": differences, "notes": report.notes}
     facts = {"folder": str(folder), **record(report, "format", "recipe", "quantized", **said)}
     answer(args, facts, lambda: _print(folder, path, report))

@@ -44,23 +44,17 @@ def run(args: argparse.Namespace) -> int:
     With something undecided no recipe is written.
     """
     found = _read(args)
-    told = (
-        answer_for(found.fields, engine=found.engine, meaning=found.meaning)
-        if found.fields
-        else Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
-    )
+    told = Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
+    if found.fields:
+        told = answer_for(found.fields, engine=found.engine, meaning=found.meaning)
     if args.write is not None and not found.undecided:
         _write(args.write, found, told)
     answer(args, _data(found, told), lambda: _print(found, told))
     if args.write is not None and found.undecided:
         raise BadValue(f"--write {args.write}: not written, since it is undecided: {'; '.join(found.undecided)}")
-    return 1 if told.recipe is None or found.undecided or _doubtful(found) else 0
-
-
-def _doubtful(found: Imported) -> bool:
-    """Whether the stack, or the recipe, does otherwise than the file says, or a setting about precision is unknown."""
-    lost = found.contradicts or found.inert or found.cannot_express
-    return bool(lost) or any(PRECISION.search(line) for line in found.unknown)
+    # the stack, or the recipe, does otherwise than the file says, or a setting about precision is unknown
+    doubtful = found.contradicts or found.inert or found.cannot_express or any(map(PRECISION.search, found.unknown))
+    return 1 if told.recipe is None or found.undecided or doubtful else 0
 
 
 def _read(args: argparse.Namespace) -> Imported:
@@ -203,18 +197,14 @@ def _exported(args: argparse.Namespace) -> Export:
     elif args.recipe is not None:
         container = ConfigContainer.load(path, [f"mixed_precision.recipe='{args.recipe}'", *engine], check=False)
     run = container.resolved(container.smallest_world())
-    made = export(args.recipe or _own(run), args.to, version=args.stack_version, engine=run.facts.engine, run=run)
+    stage = run.stages[0]
+    own: Any = stage.recipe if key(stage.recipe) in recipes else stage.config
+    made = export(args.recipe or own, args.to, version=args.stack_version, engine=run.facts.engine, run=run)
     stated = _stated(given) if args.recipe is not None else ""
     if not stated:
         return made
     text = f"{args.recipe} replaces the mixed_precision of {args.config} ({stated}); without RECIPE the run's own is exported"
     return dataclasses.replace(made, assumed=(*made.assumed, text))
-
-
-def _own(run: Any) -> Any:
-    """A run's recipe by name; its config if it has none that is registered."""
-    stage = run.stages[0]
-    return stage.recipe if key(stage.recipe) in recipes else stage.config
 
 
 def _stated(given: Any) -> str:

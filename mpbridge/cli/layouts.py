@@ -273,11 +273,7 @@ class RecommendVerb:
         ranked = sorted(with_ties(made), key=lambda advice: order(advice, args.by))
         ties = decides(ranked)
         there = {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)}
-        data = {
-            "target": there,
-            "recipes": [dataclasses.asdict(one) for one in ranked],
-            "left_out": omitted,
-            "ties": ties,
-        }
+        found = [dataclasses.asdict(one) for one in ranked]
+        data = {"target": there, "recipes": found, "left_out": omitted, "ties": ties}
         answer(args, data, lambda: _print_ranking(where, ranked, ties, omitted, args.price))
         return 0 if any(advice.legal and advice.fits for advice in ranked) else 1

@@ -87,10 +87,8 @@ def _precision(run: Evidence) -> dict[str, Any]:
     """The worst operand of the latest measurement."""
     quantized = [one for one in run.measured if one.tables["operands"]]
     rows = worst(quantized[-1].tables["operands"], 1) if quantized else []
-    return {
-        "measured_steps": len(run.measured),
-        "worst": dict(rows[0]) | {"step": quantized[-1].step} if rows else None,
-    }
+    found = dict(rows[0]) | {"step": quantized[-1].step} if rows else None
+    return {"measured_steps": len(run.measured), "worst": found}
 
 
 def _resume(run: Evidence) -> dict[str, Any]:
@@ -155,9 +153,8 @@ def _said(precision: dict[str, Any]) -> str:
 def _print_diagnosis(found: Diagnosis) -> None:
     run = found.run
     steps = len(run.curves.rows)
-    print_line(
-        f"{run.folder}: {run.recipe}, {steps} step{'s' * (steps != 1)}, {len(run.measured)} measured", found.verdict
-    )
+    taken = f"{steps} step{'s' * (steps != 1)}, {len(run.measured)} measured"
+    print_line(f"{run.folder}: {run.recipe}, {taken}", found.verdict)
     for one in found.onsets:
         print_line(f"step {one.step}: {one.what}", indent="  ")
     _section("First anomalous tensors:", [str(one) for one in found.odd[:6]])
@@ -237,9 +234,8 @@ class AuditVerb:
         """Prints the audits. Returns 0 if all were as promised, 1 if one was not or no update was ever audited."""
         history = read_history(args.run_dir)
         found = judged(history)
-        audits = [
-            {**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)
-        ]
+        pairs = zip([None, *history], history, strict=False)
+        audits = [{**one, "changes": changes(before, one)} for before, one in pairs]
         data = {"ok": found["ok"] is True, "words": found["words"], "audits": audits}
         answer(args, data, lambda: _print_audits(audits))
         if found["ok"] is None and not args.json:

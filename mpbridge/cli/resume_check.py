@@ -37,7 +37,11 @@ def run(args: argparse.Namespace) -> int:
     found = verdict(saved, wanted)
     if args.reset_optimizer and found.goes_on:
         found = found.without_states("it was requested (--reset-optimizer)")
-    needs = [] if args.reset_optimizer or not found.goes_on else _needs(made, folder, saved, wanted)
+    needs: list[str] = []
+    if found.goes_on and not args.reset_optimizer:
+        text = continuation.differ(saved, wanted)
+        needs = [f"checkpoint.accept={saved.recipe}: {text}"] if text else []
+        needs = needs if made is None else continuation.faults(made, folder)
     # the run must set it, since the default is mcore
     engine = "" if wanted.engine == DEFAULT else f" with engine={wanted.engine}"
     line = f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines())
@@ -61,13 +65,6 @@ def _run(args: argparse.Namespace, folder: Path, saved: Fingerprint) -> Run | No
     box = container(args)
     world, least = int(saved.parallel.get("world_size") or 1), box.smallest_world()
     return box.resolved(world if world % least == 0 else least, training=False)
-
-
-def _needs(made: Run | None, folder: Path, saved: Fingerprint, wanted: Fingerprint) -> list[str]:
-    """What the run's author has to say for it to resume."""
-    if made is not None:
-        return continuation.faults(made, folder)
-    return [f"checkpoint.accept={saved.recipe}: {text}" for text in (continuation.differ(saved, wanted),) if text]
 
 
 def wanted_fingerprint(saved: Fingerprint, recipe: str | None, engine: str | None) -> Fingerprint:

@@ -196,11 +196,8 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     how = "natively" if facts.realization == "native" else "emulated"
     if run.played is not None:
         how = on_cpu(run)
-    tell(
-        out,
-        f"recipe {run.recipe}, {how}, engine {facts.engine}, {processes(facts.parallel.world_size)} on {machine.name}"
-        + (" (played)" if run.played is not None else ""),
-    )
+    where = f"{processes(facts.parallel.world_size)} on {machine.name}{' (played)' if run.played is not None else ''}"
+    tell(out, f"recipe {run.recipe}, {how}, engine {facts.engine}, {where}")
     out.print(run.plan.table())
     for setting in run.brought:
         tell(out, f"the recipe also sets {setting}")
@@ -252,11 +249,8 @@ def scale_warmup(scale: LossScale | None, steps: int | None = None) -> str:
     most = scale.skips() if scale is not None else 0
     if scale is None or not most:
         return ""
-    until = (
-        f"{scale.skips(MODEST)} until 2**16, where torch's own starts, "
-        if scale.minimum < MODEST < scale.initial
-        else ""
-    )
+    above = scale.minimum < MODEST < scale.initial
+    until = f"{scale.skips(MODEST)} until 2**16, where torch's own starts, " if above else ""
     short = f"; this run has {steps} steps" if steps is not None and steps <= most else ""
     cure = "; mixed_precision.initial_loss_scale=65536 starts lower" if until else ""
     return (

@@ -87,11 +87,8 @@ def with_weights(run: Run, weights: Path | None, *, cuda: bool) -> Iterator[Any]
         if weights is not None:
             # loading weights alone touches neither schedule nor data
             blank: Any = None
-            load(
-                Training(run=run, engine=engine, scheduler=blank, feed=blank, counters=Counters()),
-                weights,
-                weights_alone=True,
-            )
+            training = Training(run=run, engine=engine, scheduler=blank, feed=blank, counters=Counters())
+            load(training, weights, weights_alone=True)
         yield engine
 
 

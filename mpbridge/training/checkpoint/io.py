@@ -88,12 +88,8 @@ def gather(training: Training) -> dict[str, Any]:
     state.join_remainders(contents, training.engine.optimizer)
     counters = training.counters
     data = {"consumed": counters.consumed, "mark": training.feed.mark(counters.consumed)}
-    contents["run"] = {
-        "counters": dataclasses.asdict(counters),
-        "scheduler": training.scheduler.state_dict(),
-        "data": data,
-        "second_moment": mean_second(training.engine),
-    }
+    kept = {"counters": dataclasses.asdict(counters), "scheduler": training.scheduler.state_dict(), "data": data}
+    contents["run"] = kept | {"second_moment": mean_second(training.engine)}
     return contents | {"rng": random_entry(random_states())}
 
 
@@ -123,11 +119,9 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False, weigh
             with _together():
                 _resume_plain(training, plain, contents, same_layout=found.parallel == own.parallel)
             moment = None if answer.kind == "weights only" else plain.get("second_moment")
-            return dataclasses.replace(
-                answer,
-                notes=(*answer.notes, *_other_data(training, plain["data"])),
-                second_moment=moment if isinstance(moment, float) else None,
-            )
+            moment = moment if isinstance(moment, float) else None
+            notes = (*answer.notes, *_other_data(training, plain["data"]))
+            return dataclasses.replace(answer, notes=notes, second_moment=moment)
 
 
 def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bool) -> Verdict:
@@ -228,15 +222,10 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
     for name, number in numbers.items():
         if type(number) is not int or not 0 <= number <= store.LAST_STEP * MOST_SAMPLES_A_STEP:
             raise CheckpointError(f"{file}: {name}={str(number)[:40]}, expected a count")
-    steps, samples = counters["iteration"], counters["consumed"]
-    if (
-        steps != contents.step
-        or not steps <= samples <= max(steps, 1) * MOST_SAMPLES_A_STEP
-        or samples > counters["tokens"]
-    ):
-        raise CheckpointError(
-            f"{file}: iteration={steps}, consumed={samples}, tokens={counters['tokens']} after step {contents.step}, which no run can have"
-        )
+    steps, samples, tokens = (counters[name] for name in ("iteration", "consumed", "tokens"))
+    if steps != contents.step or not steps <= samples <= max(steps, 1) * MOST_SAMPLES_A_STEP or samples > tokens:
+        had = f"iteration={steps}, consumed={samples}, tokens={tokens} after step {contents.step}"
+        raise CheckpointError(f"{file}: {had}, which no run can have")
     if not isinstance(data.get("mark"), str):
         raise CheckpointError(f"{file}: data.mark is not text")
     return found

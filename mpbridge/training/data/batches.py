@@ -266,12 +266,8 @@ def _ready(data: Mapping[str, Any], told: ProgressCallback) -> dict[str, Any]:
             lengths = [float(_lengths(prefix).sum()) for prefix in pairs]
             shares += [weight * length / sum(lengths) for length in lengths]
     valid, prepared = _prepared(held_out, data, told) if held_out else ((), ())
-    return {
-        "prefixes": tuple(prefixes),
-        "weights": tuple(shares) or None,
-        "held_out": valid,
-        "prepared": (*done, *prepared),
-    }
+    found = {"prefixes": tuple(prefixes), "weights": tuple(shares) or None, "held_out": valid}
+    return found | {"prepared": (*done, *prepared)}
 
 
 def _prepared(

@@ -179,13 +179,8 @@ class GradientError:
 
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""
-        return {
-            "error": self.error,
-            "se": self.se,
-            "bias": self.bias,
-            "noise": self.noise,
-            "loss_gap": statistics.fmean(self.gaps),
-        }
+        figures = {"error": self.error, "se": self.se, "bias": self.bias, "noise": self.noise}
+        return figures | {"loss_gap": statistics.fmean(self.gaps)}
 
 
 def _se(values: Sequence[float]) -> float:

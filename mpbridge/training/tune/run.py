@@ -248,10 +248,8 @@ def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str 
         "take": result.verdict.take,
         "notes": list(result.notes),
     }
-    return {
-        **fields(result.recipes[TUNED], recipe),
-        "evidence": {name: value for name, value in said.items() if value not in (None, [])},
-    }
+    known = {name: value for name, value in said.items() if value not in (None, [])}
+    return {**fields(result.recipes[TUNED], recipe), "evidence": known}
 
 
 def fields(config: MixedPrecisionConfig, recipe: str) -> dict[str, Any]:
@@ -278,9 +276,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
     try:
         files.write(path, dump_yaml(content))
     except OSError as error:
-        raise BadValue(
-            f"--out {path}: {error.strerror or error} (expected a file name in an existing folder)"
-        ) from None
+        why = error.strerror or error
+        raise BadValue(f"--out {path}: {why} (expected a file name in an existing folder)") from None
 
 
 def moved(result: Tuned) -> list[tuple[str, str, str, str]]:
@@ -324,18 +321,12 @@ def sections(result: Tuned) -> list[tuple[str, Sequence[str], list[Sequence[str]
 def rows(result: Tuned) -> list[Sequence[str]]:
     """One row per arm."""
     memory = result.asked.budget.what == "memory"
-    return [
-        (
-            name,
-            f"{size(result.spent[name])}" if memory else f"{result.spent[name]:.3f}",
-            f"{one.error:.4f}",
-            f"{one.se:.4f}",
-            f"{one.bias:.4f}",
-            f"{one.noise:.4f}",
-            f"{sum(one.gaps) / len(one.gaps):+.4f}",
-        )
-        for name, one in result.proof.items()
-    ]
+    found: list[Sequence[str]] = []
+    for name, one in result.proof.items():
+        cost = size(result.spent[name]) if memory else f"{result.spent[name]:.3f}"
+        figures = (f"{figure:.4f}" for figure in (one.error, one.se, one.bias, one.noise))
+        found.append((name, cost, *figures, f"{sum(one.gaps) / len(one.gaps):+.4f}"))
+    return found
 
 
 def lines(result: Tuned, recipe: str) -> list[str]:
