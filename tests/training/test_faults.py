@@ -61,12 +61,8 @@ def test_a_nonfinite_step_is_skipped_counted_and_logged(tmp_path, recipe):
 
 
 def test_a_nonfinite_step_stops_the_run(tmp_path):
-    watch = go(
-        run(
-            train={"nonfinite": "stop"}, checkpoint={"save": str(tmp_path / "kept")}, logger={"log_dir": str(tmp_path)}
-        ),
-        Poison(3),
-    )
+    kept, log = {"save": str(tmp_path / "kept")}, {"log_dir": str(tmp_path)}
+    watch = go(run(train={"nonfinite": "stop"}, checkpoint=kept, logger=log), Poison(3))
     assert sorted(watch.losses) == [1, 2, 3]
     assert watch.summary.stopped == "step 3 is not finite"
     assert store.saved(tmp_path / "kept")[0].step == 3
@@ -221,16 +217,10 @@ def small_disk(tmp_path):
     """A file system of 2 MiB: room for one checkpoint of 1.2 MiB, not for two."""
     place = tmp_path / "disk"
     place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
     try:
-        mounted = (
-            subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
-            ).returncode
-            == 0
-        )
-    except OSError:
-        mounted = False
-    if not mounted:
+        subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         pytest.skip("no right to mount a file system here; the limit on file sizes above stands for it")
     yield place
     subprocess.run(["umount", str(place)], check=True)

@@ -70,16 +70,12 @@ def test_a_run_learns_and_leaves_its_files(tmp_path: Path, capsys: pytest.Captur
     assert summary.eval_loss < 3.5
     decided = json.loads((folder / "precision.json").read_text())
     assert decided["recipe"] == "bf16_mixed"
-    assert {(write["target"], write["field"]) for write in decided["writes"]} >= {
-        ("model", "bf16"),
-        ("ddp", "grad_reduce_in_fp32"),
-    }
+    written = {(write["target"], write["field"]) for write in decided["writes"]}
+    assert written >= {("model", "bf16"), ("ddp", "grad_reduce_in_fp32")}
     assert json.loads((folder / "summary.json").read_text())["iterations"] == 40
     shown = capsys.readouterr().out
-    assert all(
-        word in shown
-        for word in ("ddp.grad_reduce_in_fp32", "step 40/40", "loss scale", "tokens/s", "held-out loss", "summary")
-    )
+    for word in ("ddp.grad_reduce_in_fp32", "step 40/40", "loss scale", "tokens/s", "held-out loss", "summary"):
+        assert word in shown
 
 
 def test_hooks_are_told_everything_in_order(tmp_path: Path) -> None:
@@ -178,10 +174,8 @@ def test_a_summary_that_cannot_be_written_is_named_and_ends_no_run(
     from mpbridge.training.loop import write_summary
 
     (tmp_path / "summary.json").mkdir()
-    write_summary(
-        Summary(recipe="fp32", iterations=1, skipped=0, nonfinite=0, consumed_samples=1, first_loss=1.0, last_loss=1.0),
-        tmp_path,
-    )
+    counted = {"iterations": 1, "skipped": 0, "nonfinite": 0, "consumed_samples": 1}
+    write_summary(Summary(recipe="fp32", first_loss=1.0, last_loss=1.0, **counted), tmp_path)
     place = tmp_path / "summary.json"
     said = f"{place} cannot be written ({place} is a folder, expected a regular file: it is neither followed nor opened) and is incomplete"
     assert said in capsys.readouterr().err

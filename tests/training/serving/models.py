@@ -97,16 +97,8 @@ def _mixture(root: Path) -> Path:
 
 def _trained(root: Path) -> Path:
     save = {"save": str(root / "run"), "save_interval": 1}
-    made = survival.run(
-        RECIPES["mxfp8"],
-        emulate=True,
-        iters=1,
-        checkpoint=save,
-        optimizer={"lr": 1e-2},
-        scheduler={"lr_warmup_iters": 0},
-        model=survival.LLAMA,
-    )
-    survival.go(made)
+    how: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "scheduler": {"lr_warmup_iters": 0}, "model": survival.LLAMA}
+    survival.go(survival.run(RECIPES["mxfp8"], emulate=True, iters=1, checkpoint=save, **how))
     _MAIN.append(locate(root / "run"))
     return _MAIN[0]
 
@@ -172,11 +164,8 @@ def read_back(folder: Path) -> dict[str, torch.Tensor]:
         if last in ("weight", "weight_packed") and scale is not None:
             second = held.get(f"{module}.weight_scale_2")
             divisor = held.get(f"{module}.weight_global_scale")
-            found[module] = values(
-                codes,
-                scale,
-                1.0 if second is None and divisor is None else second if divisor is None else 1.0 / divisor,
-            )
+            factor = 1.0 if second is None else second
+            found[module] = values(codes, scale, factor if divisor is None else 1.0 / divisor)
     return found
 
 
