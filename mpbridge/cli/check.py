@@ -49,8 +49,6 @@ class _Other:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """All of the answer."""
-
     made: Run
     where: TargetMachine
     outlook: Outlook

@@ -52,7 +52,6 @@ _Read = tuple[Imported | None, ...]
 
 
 def _fields(given: tuple[str, str]) -> dict[str, list[Any]]:
-    """The fields that two recipes set differently."""
     left, right = (get_mixed_precision_config(name).stored() for name in given)
     return {name: [plain(left[name]), plain(right[name])] for name in left if left[name] != right[name]}
 

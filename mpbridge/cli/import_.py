@@ -148,7 +148,6 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
 
 
 def _write(path: Path, found: Imported, told: Answer) -> None:
-    """A recipe file: the nearest recipe and what differs from it."""
     import yaml
 
     if told.recipe is None:

@@ -134,7 +134,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes all of them, or none."""
     try:
         with folder_for(folder), contextlib.ExitStack() as undone:
             for name, text in files.items():
@@ -175,7 +174,6 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
 
 
 def _target(args: argparse.Namespace) -> str:
-    """The GPU that was named, or the first that runs the recipe."""
     if args.target is not None:
         return key(machine(args.target).name)
     policy = resolve(get_mixed_precision_config(args.recipe))

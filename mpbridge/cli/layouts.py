@@ -181,7 +181,6 @@ def _advice(
 
 
 def _measured(advice: Advice, folder: Path) -> Advice:
-    """Adds the measured step time of a run with that recipe."""
     found = timing(folder)
     if found.recipe != advice.recipe or not advice.legal:
         return advice

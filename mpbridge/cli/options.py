@@ -83,7 +83,6 @@ def whole(text: str) -> int:
 
 
 def _price(text: str) -> float:
-    """A price of 0 or more. Raises ArgumentTypeError."""
     with contextlib.suppress(ValueError):
         value = float(text)
         if 0 <= value < math.inf:

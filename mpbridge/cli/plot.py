@@ -59,7 +59,6 @@ def _read(runs: list[Path]) -> list[Curves]:
 
 
 def _print(curves: Curves, number: str, width: int) -> None:
-    """Prints one plot, unless the run does not have the number, or its loss scale is always 1."""
     label, log = CURVES[number]
     points = curves.series(number)
     if not points or (number == "loss_scale" and {value for _, value in points} == {1.0}):

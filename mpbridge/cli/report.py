@@ -60,7 +60,6 @@ def as_data(found: Diagnosis) -> dict[str, Any]:
 
 
 def _verdict(found: Diagnosis, data: dict[str, Any]) -> str:
-    """The report in one sentence."""
     parts = {"audits": data["audits"]["ok"] is not False, "diagnosis": found.healthy}
     bad = [name for name, good in parts.items() if not good]
     if not bad and not found.run.curves.rows:
@@ -71,7 +70,6 @@ def _verdict(found: Diagnosis, data: dict[str, Any]) -> str:
 
 
 def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
-    """First, last and lowest value of each curve."""
     made: dict[str, dict[str, float | None]] = {}
     series = {number: [value for _, value in run.curves.series(number)] for number in (*CURVES, "lr")}
     series["eval_loss"] = [row["eval_loss"] for row in run.curves.evaluations if row["eval_loss"] is not None]
@@ -84,7 +82,6 @@ def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
 
 
 def _precision(run: Evidence) -> dict[str, Any]:
-    """The worst operand of the latest measurement."""
     quantized = [one for one in run.measured if one.tables["operands"]]
     rows = worst(quantized[-1].tables["operands"], 1) if quantized else []
     found = dict(rows[0]) | {"step": quantized[-1].step} if rows else None
@@ -140,7 +137,6 @@ def _print(found: Diagnosis, data: dict[str, Any]) -> None:
 
 
 def _said(precision: dict[str, Any]) -> str:
-    """The worst operand in words."""
     row, count = precision["worst"], precision["measured_steps"]
     measured = f"{count} step{'s' * (count != 1)} measured"
     if row is None:
@@ -171,7 +167,6 @@ def _print_diagnosis(found: Diagnosis) -> None:
 
 
 def _section(title: str, lines: Sequence[str]) -> None:
-    """Prints lines indented under a title, if there are any."""
     if lines:
         print_line(f"\n{title}")
         print_line(*lines, indent="  ")

@@ -164,7 +164,6 @@ def _schedule_faults(sections: Sections) -> list[str]:
 
 
 def _places(sections: Sections) -> list[str]:
-    """Folders that the run must write to but cannot."""
     wanted = (("logger", "log_dir"), ("checkpoint", "save"), ("data", "cache_dir"))
     found = [(f"{section}.{name}", sections[section][name]) for section, name in wanted]
     return [fault for setting, given in found if given and (fault := place_fault(setting, given))]

@@ -130,8 +130,6 @@ class EmulationNotes(Hook):
 
 
 class _Steps:
-    """The loop itself, and what it measures."""
-
     def __init__(self, training: Training, hooks: Hooks) -> None:
         run = training.run
         self.training, self.hooks = training, hooks

@@ -75,7 +75,6 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
 
 
 def _common_file(source: Path) -> Any:
-    """What `common.pt` holds, in the spelling of the state."""
     file = source / COMMON
     if not file.exists():
         objects = " or ".join(dict.fromkeys(name.partition("/")[0] for name in COMMON_OBJECTS))

@@ -116,8 +116,6 @@ def _own_storage(data: torch.Tensor) -> torch.Tensor:
 
 
 class _Summed(io.RawIOBase):
-    """Writes through to a file, with its sha256."""
-
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream, self.digest, self.at = stream, hashlib.sha256(), 0
 

@@ -106,7 +106,6 @@ def located(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -
 
 
 def _files(item: str) -> list[Path]:
-    """The files of one entry. Raises DataError."""
     path = Path(item).expanduser()
     if path.suffix in (".parquet", ".arrow") or item.startswith("hf:"):
         raise DataError(

@@ -97,7 +97,6 @@ def _error(row: TensorSummary) -> float:
 
 
 def _plot_of(reason: str, heat: str, ranges: str, amax: str) -> str:
-    """The plot that shows a reason."""
     if "scale is off" in reason:
         return amax or ranges
     return ranges if "saturate" in reason or "become zero" in reason else heat

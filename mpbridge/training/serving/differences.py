@@ -217,7 +217,6 @@ def _afterwards(
 
 
 def _narrow(made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """FP32 scales rounded to BF16."""
     return {
         name: tensor.bfloat16() if "scale" in name and tensor.dtype is torch.float32 else tensor
         for name, tensor in made.items()
