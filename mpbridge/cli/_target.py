@@ -80,9 +80,8 @@ def asked(args: argparse.Namespace, **more: Any) -> tuple[TargetMachine, Run]:
 
 def on_target(box: ConfigContainer, world: int, where: TargetMachine, **changes: Any) -> Run:
     """The run of a configuration, with other values of its fields, on the target; what only training needs is not required."""
-    return dataclasses.replace(box, **changes).resolved(
-        world, machine=where.machine, versions=where.versions, training=False
-    )
+    other = dataclasses.replace(box, **changes)
+    return other.resolved(world, machine=where.machine, versions=where.versions, training=False)
 
 
 def left_batches(made: Run) -> list[str]:

@@ -158,9 +158,7 @@ def as_data(answer: _Answer) -> dict[str, Any]:
         "violations": [dataclasses.asdict(v) for v in one.violations],
         "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in one.misfits],
         **_figures(one),
-        "others": [
-            {"settings": other.settings, "gains": other.gains, **_figures(other.outlook)} for other in answer.others
-        ],
+        "others": [record(other, "settings", "gains", **_figures(other.outlook)) for other in answer.others],
         "bf16_layers": list(made.policy.bf16_layers(made.facts.shape.num_layers)) if made.policy.quantized else [],
         "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
         "scale": scale_warmup(made.policy.loss_scale, made.train["train_iters"]),

@@ -77,9 +77,8 @@ def _print(data: dict[str, Any], sides: tuple[Setup, Setup]) -> None:
     first, second = (side.meaning for side in sides)
     names = data["a"], data["b"]
     if data["differences"]:
-        apart = [
-            (label(row, first, second), *pair, data["costs"].get(row, "")) for row, pair in data["differences"].items()
-        ]
+        pairs, costs = data["differences"].items(), data["costs"]
+        apart = [(label(row, first, second), *pair, costs.get(row, "")) for row, pair in pairs]
         print_table(("differs", *names, "what the second costs"), apart)
         print_line()
     print_table(("alike", "both"), [(label(row, first, second), text) for row, text in data["same"].items()])

@@ -57,18 +57,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(folder: Path, path: Path | None, report: Report) -> None:
-    trained = f"; trained with {report.recipe}" if report.recipe else ""
-    print_line(
-        f"{folder}: {report.format}, {report.quantized} linears quantized, {report.high} in high precision{trained}"
-    )
+    counts = f"{report.quantized} linears quantized, {report.high} in high precision"
+    print_line(f"{folder}: {report.format}, {counts}{f'; trained with {report.recipe}' if report.recipe else ''}")
     rows = _rows(report.found)
     print_table(("where", "what", "values off by"), rows[:MOST])
     if len(rows) > MOST:
         print_line(f"and {len(rows) - MOST} more (--json has all)")
+    clean = "nothing contradicts itself" if path is None else "codes, scales and list are the run's"
     if not rows:
-        print_line(
-            "clean: " + ("nothing contradicts itself" if path is None else "codes, scales and list are the run's")
-        )
+        print_line(f"clean: {clean}")
     for note in report.notes:
         print_line(f"  {note}")
 

@@ -104,9 +104,8 @@ def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | No
     rows = []
     for name in dict.fromkeys([*mine.parts, *theirs]):
         seconds, plain = mine.parts.get(name, 0.0), theirs.get(name, 0.0)
-        rows.append(
-            (name, f"{seconds * 1000:,.1f}", f"{seconds / mine.seconds:.1%}", f"{plain * 1000:,.1f}" if other else "")
-        )
+        beside = f"{plain * 1000:,.1f}" if other else ""
+        rows.append((name, f"{seconds * 1000:,.1f}", f"{seconds / mine.seconds:.1%}", beside))
     print_table(("where the time goes", "ms", "share", f"{REFERENCE} ms"), rows)
     for line in mine.left_out:
         print_line(f"left out: {line}")

@@ -123,9 +123,8 @@ def says_optimizer(box: ConfigContainer) -> bool:
 
 def alone(facts: RunFacts, world: int) -> RunFacts:
     """The facts for that number of processes without model parallelism."""
-    sizes = dataclasses.replace(
-        facts.parallel, world_size=world, tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1
-    )
+    ones: dict[str, Any] = dict.fromkeys(("tensor", "pipeline", "context", "expert"), 1)
+    sizes = dataclasses.replace(facts.parallel, world_size=world, virtual_pipeline=None, **ones)
     return dataclasses.replace(facts, parallel=sizes)
 
 

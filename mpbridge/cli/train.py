@@ -39,9 +39,8 @@ def run(args: argparse.Namespace) -> int:
     args.overrides = [*args.overrides, *(setting for setting, given in asked.items() if given)]
     world = _world_size()
     # with several processes, rank 0 checks once it can tell the others (train.loop)
-    made = resolved(
-        args, training=True, world_size=world, machine=this_machine(), also=Admission() if world == 1 else None
-    )
+    also = Admission() if world == 1 else None
+    made = resolved(args, training=True, world_size=world, machine=this_machine(), also=also)
     with _stage(made):
         return _train(args, made)
 
@@ -57,9 +56,8 @@ def _stage(run: Run) -> AbstractContextManager[Any]:
 
 def _train(args: argparse.Namespace, made: Run) -> int:
     if args.on_conflict == "error" and made.plan.conflicts:
-        raise Conflict(
-            "\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)])
-        )
+        lines = [f"  - {write}" for write in made.plan.conflicts]
+        raise Conflict("\n".join(["the recipe overrides what was set:", *lines]))
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)
     from mpbridge.training.loop import pretrain

@@ -101,10 +101,9 @@ def as_module(data: Any, live: Any, *, format: str | None = None) -> Any:
         import transformer_engine.common.recipe as recipes
     except ImportError:
         return live  # an emulated run: nothing here has such a state, and what it loses is in the verdict
-    fields = data["recipe"].get("fields")
-    known = {
-        field: fields[field] for field in _FIELDS if isinstance(fields, Mapping) and type(fields.get(field)) is int
-    }
+    had_fields = data["recipe"].get("fields")
+    fields = had_fields if isinstance(had_fields, Mapping) else {}
+    known = {field: fields[field] for field in _FIELDS if type(fields.get(field)) is int}
     if any(not 0 <= value <= LONGEST for value in known.values()):
         raise CheckpointError(f"an extra state whose recipe has {known}")
     variables = _variables(data)

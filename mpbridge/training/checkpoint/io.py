@@ -207,9 +207,8 @@ def _together() -> Iterator[None]:
 def _run_state(contents: Contents) -> Mapping[str, Any]:
     """A checkpoint's counters, schedule and data position, checked for plausibility. Raises CheckpointError naming the file."""
     file, found = contents.folder / STATE, contents.common().get("run")
-    if not isinstance(found, Mapping) or not all(
-        isinstance(found.get(name), Mapping) for name in ("counters", "scheduler", "data")
-    ):
+    parts = ("counters", "scheduler", "data")
+    if not isinstance(found, Mapping) or not all(isinstance(found.get(name), Mapping) for name in parts):
         raise CheckpointError(f"{file} has no counters: it was not written by mpbridge")
     counters, data = found["counters"], found["data"]
     names = {field.name for field in dataclasses.fields(Counters)}

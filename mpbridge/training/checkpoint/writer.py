@@ -227,10 +227,9 @@ def indexed(partial: Path, ranks: int) -> dict[str, Any]:
 def write_common(folder: Path, common: Mapping[str, Any]) -> None:
     """`common.pt`, which megatron-core loads first, and the name of the format."""
     torch.save(dict(common), folder / COMMON)
-    names = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-    (folder / CONFIG).write_text(
-        json.dumps(names | {"sharded_backend_version": 1, "common_backend_version": 1}), encoding="utf-8"
-    )
+    names: dict[str, Any] = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    names |= {"sharded_backend_version": 1, "common_backend_version": 1}
+    (folder / CONFIG).write_text(json.dumps(names), encoding="utf-8")
 
 
 def _write_metadata(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:

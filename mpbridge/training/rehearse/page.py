@@ -78,10 +78,9 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     order = sorted(range(len(rows)), key=lambda i: _error(recipe.tensors[i]))
     made.table("The worst operands, relative to their format's own error", OPERANDS, [*map(operand, recipe.worst)])
     if recipe.measured is not None and recipe.measured.products:
-        rows_of = [
-            [*place_of(one.linear), *one.errors.values(), round(one.excess, 2)] for one in recipe.measured.products
-        ]
-        made.table("Products of every linear, against high precision's", PRODUCTS, rows_of)
+        found = recipe.measured.products
+        products = [[*place_of(one.linear), *one.errors.values(), round(one.excess, 2)] for one in found]
+        made.table("Products of every linear, against high precision's", PRODUCTS, products)
     made.table("all operands", OPERANDS, rows, order=order, folded=True)
     body, made.blocks[at:] = made.blocks[at:], []
     made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])

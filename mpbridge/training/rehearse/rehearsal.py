@@ -192,9 +192,8 @@ def measure(training: Training) -> RecipeMeasurement | None:
     if emulation is None or not hasattr(emulation, "listening"):
         return None
     rank, ranks = data_parallel()
-    subject = EngineSubject(
-        engine, training.feed, microbatches=microbatches(training.run.train, ranks), rank=rank, ranks=ranks
-    )
+    batches = microbatches(training.run.train, ranks)
+    subject = EngineSubject(engine, training.feed, microbatches=batches, rank=rank, ranks=ranks)
     gradient = prove(subject, {"own": emulation.policy}, BATCHES, split="train")["own"]
     quants: dict[str, Quant] = {quant.scaling: quant for quant in emulation.policy.quants if not quant.row.history}
     scorer = Scorer(quants, emulation)

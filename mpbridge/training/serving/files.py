@@ -235,9 +235,9 @@ class Shards:
         journal = self._journal()
         for entry in self.folder.iterdir():
             link = entry.is_symlink()
-            if entry.name in (LOCK, JOURNAL) or (
-                entry.name in journal and not link and self._holds(entry.name, journal)
-            ):
+            if entry.name in (LOCK, JOURNAL):
+                continue
+            if entry.name in journal and not link and self._holds(entry.name, journal):
                 continue
             shutil.rmtree(entry) if entry.is_dir() and not link else entry.unlink()
         return self

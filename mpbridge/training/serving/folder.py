@@ -123,9 +123,8 @@ def _contract(folder: Path) -> dict[str, Any] | None:
         return None
     data = read_json_file(file)
     named = data.get("tensors") if isinstance(data, dict) else None
-    sound = isinstance(named, dict) and all(
-        isinstance(one, dict) and isinstance(one.get("sha256"), str) for one in named.values()
-    )
+    held = named.values() if isinstance(named, dict) else [None]
+    sound = all(isinstance(one, dict) and isinstance(one.get("sha256"), str) for one in held)
     if not sound or data.get("schema") != SCHEMA:
         raise BadValue(f"{file}: expected a contract of schema {SCHEMA}, as mpbridge convert writes it")
     return dict(data)

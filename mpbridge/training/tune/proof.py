@@ -253,9 +253,8 @@ class Folded:
             while begin < flat.numel():
                 lap, at = divmod(place, FOLD)
                 piece = flat[begin : begin + FOLD - at]
-                fold[at : at + piece.numel()] += (
-                    piece * _signs(lap, flat.device)[at : at + piece.numel()] if lap else piece
-                )
+                span = slice(at, at + piece.numel())
+                fold[span] += piece * _signs(lap, flat.device)[span] if lap else piece
                 begin, place = begin + piece.numel(), place + piece.numel()
         if fold is not None:
             if place < fold.numel():  # the vectors are all this long: what is behind them stays zero

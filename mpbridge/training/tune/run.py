@@ -62,9 +62,8 @@ def tune(
         found, left_out = aimed(config, levels, where)
         target = where.priced(policy)
         priced = container.resolved(world, machine=target, versions=where.versions, training=False).facts
-        found, notes = expressible(
-            found, base, run=priced if where.machine else None, stack=where.stack, asked=levels is not None
-        )
+        there = priced if where.machine else None
+        found, notes = expressible(found, base, run=there, stack=where.stack, asked=levels is not None)
         asked = TuningRequest(
             config=config,
             levels=found,
