@@ -118,9 +118,8 @@ def test_what_only_this_machine_lacks_is_a_note_about_another(place: Path, capsy
 
 
 def test_check_says_what_training_would_still_need(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "bare.yaml").write_text(
-        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 1}\ndata: {seq_length: 8}"
-    )
+    model = "{num_layers: 1, hidden_size: 8, num_attention_heads: 1}"
+    (place / "bare.yaml").write_text(f"model: {model}\ndata: {{seq_length: 8}}")
     assert main(["check", "--config", "bare.yaml", "--recipe", "bf16"]) == 0
     out = capsys.readouterr().out
     assert "to train: train.train_iters is missing" in out

@@ -159,9 +159,8 @@ def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_pa
     kept = {"save": str(tmp_path), "load": str(tmp_path)}
     with forked(train, tmp_path, 1000, 0.05, None) as first:
         first.wait_for("step 1")
-        with pytest.raises(
-            CheckpointError, match=rf"process {first.pid} on {re.escape(socket.gethostname())} is saving its run"
-        ):
+        holder = rf"process {first.pid} on {re.escape(socket.gethostname())}"
+        with pytest.raises(CheckpointError, match=f"{holder} is saving its run"):
             go(run(checkpoint=kept))
         os.kill(first.pid, signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL

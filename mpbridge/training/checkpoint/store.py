@@ -252,11 +252,6 @@ def write_whole(file: Path, text: str) -> None:
     _sync(file.parent)
 
 
-def size(path: Path) -> int:
-    """Total size of a checkpoint's files in bytes."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
 def _text(manifest: Mapping[str, Any]) -> str:
     return json.dumps(manifest, indent=1, sort_keys=True)
 

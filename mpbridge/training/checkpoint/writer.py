@@ -119,9 +119,6 @@ class _Summed(io.RawIOBase):
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream, self.digest, self.at = stream, hashlib.sha256(), 0
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         self.stream.write(data)
         self.digest.update(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
@@ -15,7 +15,7 @@ import torch
 
 from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.backend.engines.contract import Batch
-from mpbridge.common.errors import BadValue, DataError
+from mpbridge.common.errors import DataError
 from mpbridge.common.files import ProgressCallback, lock
 from mpbridge.common.report.console import rank
 from mpbridge.common.report.progress import bar
@@ -231,17 +231,19 @@ def open_corpus(
 ) -> Corpus:
     """The corpus that a run's data section names. Collective: rank 0 prepares it while the other ranks wait.
 
-    vocab_size: the model's; a tokenizer with a larger one is refused. code: whether the tokenizer may be a function. Raises DataError, on every rank if
-    rank 0 failed.
+    vocab_size: the model's; a tokenizer with a larger one is refused. code: whether the tokenizer may be a function. Raises BadValue for a split that
+    is none, DataError, on every rank if rank 0 failed.
     """
     tok = tokenizer(str(data.get("tokenizer") or "byte"), data.get("end_of_text"), code=code)
     if vocab_size is not None and tok.vocab_size > vocab_size:
         raise DataError(too_small(vocab_size, tok.vocab_size))
+    split = data.get("split") or "98,1,1"
+    split_shares(split)  # raises BadValue
     ready = on_first_rank(lambda: _ready(data, told))
     return Corpus(
         tokenizer=tok,
         seq_length=seq_length,
-        split=_split(data.get("split") or "98,1,1"),
+        split=split if isinstance(split, str) else ",".join(map(str, split)),
         seed=seed,
         cache=str(cache_folder(data.get("cache_dir"))),
         **ready,
@@ -287,14 +289,6 @@ def _prepared(
         told=told,
     )
     return done.prefixes, (done,)
-
-
-def _split(given: str | Sequence[float]) -> str:
-    try:
-        split_shares(given)
-    except BadValue as error:
-        raise DataError(str(error)) from None
-    return given if isinstance(given, str) else ",".join(map(str, given))
 
 
 @contextmanager

@@ -189,8 +189,6 @@ def measure(training: Training) -> RecipeMeasurement | None:
     if not hasattr(engine, "counted_gradients"):
         return None
     emulation: Any = getattr(engine, "emulation", None)
-    if emulation is None or not hasattr(emulation, "listening"):
-        return None
     rank, ranks = data_parallel()
     batches = microbatches(training.run.train, ranks)
     subject = EngineSubject(engine, training.feed, microbatches=batches, rank=rank, ranks=ranks)

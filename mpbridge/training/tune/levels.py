@@ -88,8 +88,6 @@ def levels_of(words: Sequence[str], policy: PrecisionPolicy) -> Levels:
             quant = rule_of_word(word, policy.compute)
         except BadValue as error:
             raise BadValue(f"level{error}") from None
-        if quant is not None and quant.row.history:
-            raise Refused(f"level {word}: {quant.row.words} cannot be chosen per module; use another level")
         if quant is not None and quant == own:
             raise BadValue(f"level {word} is the recipe's own: levels are what linears move up to")
         if quant is not None and own is not None and quant.bits < own.bits:

@@ -262,8 +262,7 @@ class _Choice:
         asked, limit, swapped = self.asked, self.limit(), self.asked.budget.what == "gradient-error"
         prices = [{name: cost[name] for name in mine} for cost, mine in zip(self.costs, self.options, strict=True)]
         picked = least(prices, self.options, limit) if swapped else least(self.options, prices, limit)
-        if picked is None:
-            raise BadValue(f"--budget {asked.budget}: nothing meets it")
+        assert picked is not None, "refused by `limit`"
         if swapped and set(picked) == {asked.high}:
             smallest = min(damage for mine in self.options for level, damage in mine.items() if level != asked.high)
             raise BadValue(

@@ -75,9 +75,7 @@ class Loads(Hook):
         if event not in ("pickle.find_class", "called"):
             return
         stack = traceback.extract_stack()
-        loading = any(
-            frame.filename.endswith(("training/checkpoint/io.py", "training/checkpoint/reader.py")) for frame in stack
-        )
+        loading = any(frame.filename.endswith(("checkpoint/io.py", "checkpoint/reader.py")) for frame in stack)
         # torch's object collectives pickle what one rank of this run hands to another: no byte of a file
         collective = any(frame.name == "_tensor_to_object" for frame in stack)
         if loading and not collective:

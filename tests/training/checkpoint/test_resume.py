@@ -144,21 +144,13 @@ def begun(tmp_path_factory):
         pytest.param("fp16", "bf16_mixed", "lossy", EXACT, id="fp16 to bf16: the scaler is lost"),
         pytest.param("bf16_mixed", "bf16_mixed+", "safe", EXACT, id="to the distributed optimizer"),
         pytest.param("bf16_mixed+", "fp32", "safe", EXACT, id="from the distributed optimizer"),
-        pytest.param(
-            "bf16_mixed_bf16_moments+", "bf16_mixed", "safe", EXACT, id="remainders and narrow moments to wide"
-        ),
-        pytest.param(
-            "bf16_mixed", "bf16_mixed_bf16_moments+", "lossy", {"main"}, id="moments narrowed, main weights kept"
-        ),
+        pytest.param("bf16_mixed_bf16_moments+", "bf16_mixed", "safe", EXACT, id="remainders and moments widened"),
+        pytest.param("bf16_mixed", "bf16_mixed_bf16_moments+", "lossy", {"main"}, id="moments alone narrowed"),
         pytest.param("fp32", "full_bf16", "lossy", set(), id="main weights narrowed"),
         pytest.param("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "safe", EXACT, id="bf16 to blockwise fp8"),
         pytest.param("delayed", "bf16_mixed", "lossy", EXACT, id="delayed to bf16: the history is lost"),
-        pytest.param(
-            "delayed", DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of the history"
-        ),
-        pytest.param(
-            "fp32_params_bf16_compute", "bf16_params_fp32_states", "safe", EXACT, id="fsdp2: torch's Adam to FusedAdam"
-        ),
+        pytest.param("delayed", DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of history"),
+        pytest.param("fp32_params_bf16_compute", "bf16_params_fp32_states", "safe", EXACT, id="fsdp2: another Adam"),
         pytest.param("fp32_params_bf16_compute", "bf16_megatron_fsdp", "safe", EXACT, id="fsdp2 to megatron-fsdp"),
     ],
 )

@@ -180,9 +180,7 @@ def _negative(folder):
         pytest.param(_negative, store.MANIFEST, id="negative step"),
         pytest.param(lambda folder: (folder / store.MANIFEST).unlink(), store.MANIFEST, id="no manifest"),
         pytest.param(lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing", id="no tensors"),
-        pytest.param(
-            lambda folder: (folder / "__0_0.distcp").write_text("{"), "__0_0.distcp has 1 bytes", id="cut off"
-        ),
+        pytest.param(lambda folder: (folder / "__0_0.distcp").write_text("{"), "__0_0.distcp has 1 bytes", id="cut"),
     ],
 )
 def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named):
@@ -209,9 +207,8 @@ def test_the_verb_says_it(checkpoint, capsys, arguments, code, said):
 
 
 def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
-    found = verdict(
-        made("bf16_mixed"), made("bf16_mixed", dataclasses.replace(FACTS, optimizer=OptimizerFacts(name="sgd")))
-    )
+    sgd = dataclasses.replace(FACTS, optimizer=OptimizerFacts(name="sgd"))
+    found = verdict(made("bf16_mixed"), made("bf16_mixed", sgd))
     assert [resume_check.exit_code(found, reset=reset) for reset in (False, True)] == [1, 0]
 
 

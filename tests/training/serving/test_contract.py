@@ -159,9 +159,8 @@ def test_another_tools_scales_of_whole_tensors_are_read(method: str, path: Path,
     put(tmp_path, held, config)
     assert examine(tmp_path, engines=("vllm",)).found == []
     found = examine(tmp_path, path, recipe=models.RECIPES["tensorwise"]).found
-    assert {one.text for one in found} == {
-        f"trained in FP8 with current (tensorwise) scaling, served as {method} FP8 by tensor"
-    }
+    said = f"trained in FP8 with current (tensorwise) scaling, served as {method} FP8 by tensor"
+    assert {one.text for one in found} == {said}
     assert [one.error for one in found] == [0.0] * 7  # the same values under another name
     held["model.layers.1.mlp.up_proj.weight_scale"] *= 2
     save_file(held, tmp_path / "model.safetensors")

@@ -85,9 +85,8 @@ def test_fused_linears_share_the_scales_of_the_whole(path: Path, tmp_path: Path)
     amax = max(float(models.weights()[f"model.layers.0.self_attn.{part}_proj.weight"].abs().max()) for part in "qkv")
     scales = [float(held[f"model.layers.0.self_attn.{part}_proj.weight_global_scale"]) for part in "qkv"]
     assert scales == [pytest.approx(2688 / amax)] * 3
-    per_row = load_file(
-        models.serve(path, tmp_path / "b", "modelopt", models.RECIPES["tensorwise"]) / "model.safetensors"
-    )
+    folder = models.serve(path, tmp_path / "b", "modelopt", models.RECIPES["tensorwise"])
+    per_row = load_file(folder / "model.safetensors")
     gate, up = (per_row[f"model.layers.1.mlp.{part}_proj.weight_scale"] for part in ("gate", "up"))
     assert gate.shape == (384,)
     assert len({*gate.tolist(), *up.tolist()}) == 1
@@ -108,9 +107,8 @@ def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) 
             assert (codes.float() / scale - weight[rows]).abs().max() <= 16 / scale  # half a step at 448
     two = replace(made.facts, parallel=Parallel(world_size=2, tensor=2))
     reasons = " ".join(misfits(made.row, made.training.found, two))
-    assert reasons.startswith(
-        "self_attention.linear_proj: each of 2 tensor-parallel ranks has its own scales for its columns"
-    )
+    why = "self_attention.linear_proj: each of 2 tensor-parallel ranks has its own scales for its columns"
+    assert reasons.startswith(why)
     assert "linear_fc1" not in reasons
 
 
