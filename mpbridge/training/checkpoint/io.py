@@ -279,12 +279,12 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
         # megatron-core adds the saved steps to those taken so far, so a rollback would advance the schedule too far
         training.scheduler.num_steps = 0
         training.scheduler.load_state_dict(schedule)
-    except (
-        AssertionError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as error:  # another schedule: `continuation.faults` says it
+    except AssertionError as error:  # only with checkpoint.reset_optimizer: else `continuation.faults` says it first
+        raise CheckpointError(
+            f"{contents.folder} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or choose one: "
+            "scheduler.override_opt_param_scheduler=true (this run's) or scheduler.use_checkpoint_opt_param_scheduler=true"
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: the schedule cannot be restored ({type(error).__name__}: {error})") from error
     if same_layout:
         try:
