@@ -37,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
     asked = {f"train.audit={args.audit}": args.audit, "checkpoint.reset_optimizer=true": args.reset_optimizer}
     asked["train.deterministic=true"] = args.deterministic
     args.overrides = [*args.overrides, *(setting for setting, given in asked.items() if given)]
-    world = _world_size()
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise BadValue(f"WORLD_SIZE={text!r} in the environment: expected the number of processes, as torchrun sets it")
+    world = int(text)
     # with several processes, rank 0 checks once it can tell the others (train.loop)
     also = Admission() if world == 1 else None
     made = resolved(args, training=True, world_size=world, machine=this_machine(), also=also)
@@ -69,14 +72,6 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         complain(f"0 of {done.iterations} steps were applied: nothing was trained")
         return 1
     return 0
-
-
-def _world_size() -> int:
-    """The world size from torchrun; 1 without it."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdigit() or int(text) < 1:
-        raise BadValue(f"WORLD_SIZE={text!r} in the environment: expected the number of processes, as torchrun sets it")
-    return int(text)
 
 
 class OnCpuVerb:
