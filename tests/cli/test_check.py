@@ -126,9 +126,8 @@ def test_everything_that_was_not_said_is_named_with_the_word_that_sets_it(ask, t
     wanted = {"processes", "versions there", "micro batch size", "global batch size"}
     assert {row["what"] for row in some["assumed"]} == wanted
     versions = ["--torch", "2.11", "--mcore", "0.16.1", "--te", "2.11", "--cuda", "13.0"]
-    _, most = ask(
-        "check", "--config", "llama3_8b", "--recipe", "bf16", "--target", "h100", "--world-size", "8", *versions
-    )
+    words = ["--config", "llama3_8b", "--recipe", "bf16", "--target", "h100", "--world-size", "8"]
+    _, most = ask("check", *words, *versions)
     assert [row["what"] for row in most["assumed"]] == ["versions there"]  # torchao, which no option sets
     assert "torchao" in most["assumed"][0]["value"]
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -19,7 +19,6 @@ from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables import size
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.settings.container import Run
-from mpbridge.training.base import Counters, Training
 from mpbridge.training.checkpoint import extra_state, state, store
 from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone
 from mpbridge.training.checkpoint.format import INDEX, STATE, encoded
@@ -27,6 +26,9 @@ from mpbridge.training.checkpoint.reader import Contents, converted, different, 
 from mpbridge.training.checkpoint.state import random_entry, random_states, set_random_states
 from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, read_fingerprint, verdict
 from mpbridge.training.checkpoint.writer import RankWrite, indexed, staged, write_common
+
+if TYPE_CHECKING:
+    from mpbridge.training.base import Training  # which imports this package
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
     if not isinstance(found, Mapping) or not all(isinstance(found.get(name), Mapping) for name in parts):
         raise CheckpointError(f"{file} has no counters: it was not written by mpbridge")
     counters, data = found["counters"], found["data"]
-    names = {field.name for field in dataclasses.fields(Counters)}
+    names = set(_COUNTERS)
     if set(counters) != names:
         raise CheckpointError(f"{file} counts {sorted(map(str, counters))[:8]}, expected {sorted(names)}")
     numbers = counters | {
@@ -228,6 +230,10 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
     if not isinstance(data.get("mark"), str):
         raise CheckpointError(f"{file}: data.mark is not text")
     return found
+
+
+_COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
+"""Names of the fields of training.base.Counters."""
 
 
 def _take_up(training: Training, contents: Contents, *, weights_only: bool, exactly: bool = False) -> None:
