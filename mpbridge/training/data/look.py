@@ -3,12 +3,10 @@ the header of a finished .bin/.idx pair, so that damage is reported before a lib
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import re
 import struct
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,21 +123,13 @@ class PairIndex:
     documents: int
     """One more than the number of documents: the end of the last one is included."""
 
-    def lengths(self, start: int, stop: int) -> array.array[int]:
-        """Lengths, in tokens, of the sequences `start` to `stop`."""
-        found = array.array("i")
-        with open(f"{self.prefix}.idx", "rb") as stream:
-            stream.seek(_HEADER.size + 4 * start)
-            found.frombytes(stream.read(4 * max(0, stop - start)))
-        if sys.byteorder == "big":
-            found.byteswap()
-        return found
-
     def holds_tokens(self, share: tuple[float, float] | None) -> bool:
         """Whether the sequences of that share of the pair (None: no share) have any token."""
-        start, stop = (round(edge * self.sequences) for edge in share or (0.0, 0.0))
-        step = 1 << 20
-        return any(any(self.lengths(at, min(at + step, stop))) for at in range(start, stop, step))
+        start, stop = (4 * round(edge * self.sequences) for edge in share or (0.0, 0.0))
+        step = 1 << 22
+        with open(f"{self.prefix}.idx", "rb") as stream:
+            stream.seek(_HEADER.size + start)  # of their lengths, four bytes each
+            return any(any(stream.read(min(step, stop - at))) for at in range(start, stop, step))
 
 
 def pair_index(prefix: str) -> PairIndex:

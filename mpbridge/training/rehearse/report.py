@@ -167,11 +167,6 @@ class Rehearsed:
     """Gradients and products against high precision's; None on an engine that does not expose its gradients: the verdict is then about operands."""
 
     @property
-    def complaints(self) -> list[Complaint]:
-        """All complaints, the severe ones first."""
-        return sorted((c for row in self.tensors for c in complaints(row)), key=lambda c: not c.severe)
-
-    @property
     def worst(self) -> list[TensorSummary]:
         """The ten tensors with the largest median row error relative to their format's own error, preceded by those with NaN."""
         return sorted(self.tensors, key=lambda row: -_excess(row))[:10]
@@ -187,7 +182,7 @@ class Rehearsed:
             return "failed", [f"the loss of step {broken} is not finite"]
         if not self.tensors:
             return "high precision", ["no GEMM is quantized"]
-        found = self.complaints
+        found = sorted((c for row in self.tensors for c in complaints(row)), key=lambda c: not c.severe)
         if self.measured is not None:
             broken_operands = [c for c in found if "infinities or NaN" in c.what]
             word, reasons = self.measured.verdict()
