@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def _inspect(args: argparse.Namespace) -> None:
         if sources.prefixes:
             from mpbridge.training.data.prepare import pair
 
-            found["pairs"] = [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]
+            found["pairs"] = [pair(prefix) for prefix in sources.prefixes]
         else:
             kinds: dict[str, list[int]] = {}
             for path in sources.files:

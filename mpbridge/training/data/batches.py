@@ -21,7 +21,7 @@ from mpbridge.common.report.console import rank
 from mpbridge.common.report.progress import bar
 from mpbridge.settings.container import Run
 from mpbridge.settings.training import SPLITS, split_shares, train_iters
-from mpbridge.training.data.look import nothing_left, pair_index, too_small
+from mpbridge.training.data.look import HEADER, nothing_left, pair_index, too_small
 from mpbridge.training.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.training.data.sources import find, tokenizer
 
@@ -191,7 +191,7 @@ class Corpus:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
         # without weights the library builds one epoch of a blend, regardless of the requested number
-        relative = None if len(prefixes) == 1 else list(weights or (float(_lengths(p).sum()) for p in prefixes))
+        relative = None if len(prefixes) == 1 else list(weights or map(_tokens, prefixes))
         # with separate validation text, each text is used whole
         whole = ",".join("100" if name == split else "0" for name in SPLITS)
         return GPTDatasetConfig(
@@ -208,16 +208,10 @@ class Corpus:
         )
 
 
-def _lengths(prefix: str) -> Any:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    pair_index(prefix)  # the library maps any file without checking it
-    try:
-        index = IndexedDataset(prefix, multimodal=False)
-        # a copy: the library unmaps the file when the dataset is freed, which would leave its array dangling
-        return np.array(index.sequence_lengths)
-    except Exception as error:
-        raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
+def _tokens(prefix: str) -> float:
+    """Number of tokens of a pair. Raises DataError."""
+    lengths = np.fromfile(f"{prefix}.idx", dtype="<i4", count=pair_index(prefix).sequences, offset=HEADER.size)
+    return float(lengths.sum())
 
 
 def open_corpus(
@@ -265,7 +259,7 @@ def _ready(data: Mapping[str, Any], told: ProgressCallback) -> dict[str, Any]:
         pairs, prepared = _prepared(group, data, told)
         prefixes, done = [*prefixes, *pairs], [*done, *prepared]
         if weight is not None:
-            lengths = [float(_lengths(prefix).sum()) for prefix in pairs]
+            lengths = [_tokens(prefix) for prefix in pairs]
             shares += [weight * length / sum(lengths) for length in lengths]
     valid, prepared = _prepared(held_out, data, told) if held_out else ((), ())
     found = {"prefixes": tuple(prefixes), "weights": tuple(shares) or None, "held_out": valid}

@@ -109,7 +109,7 @@ def _usable(key: str, value: Any, read: int) -> Iterator[Text | Skip]:
 
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 _BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Code of a dtype in the index -> bytes of a token. Source of the format: megatron/core/datasets/indexed_dataset.py, version 1."""
 
@@ -128,7 +128,7 @@ class PairIndex:
         start, stop = (4 * round(edge * self.sequences) for edge in share or (0.0, 0.0))
         step = 1 << 22
         with open(f"{self.prefix}.idx", "rb") as stream:
-            stream.seek(_HEADER.size + start)  # of their lengths, four bytes each
+            stream.seek(HEADER.size + start)  # of their lengths, four bytes each
             return any(any(stream.read(min(step, stop - at))) for at in range(start, stop, step))
 
 
@@ -138,15 +138,15 @@ def pair_index(prefix: str) -> PairIndex:
     try:
         size, data = place.stat().st_size, Path(f"{prefix}.bin").stat().st_size
         with place.open("rb") as stream:
-            front = stream.read(_HEADER.size)
+            front = stream.read(HEADER.size)
     except OSError as error:
         raise DataError(f"{error.filename or place} cannot be read: {error.strerror}") from None
-    magic, version, code, sequences, documents = _HEADER.unpack(front.ljust(_HEADER.size, b"\0"))
+    magic, version, code, sequences, documents = HEADER.unpack(front.ljust(HEADER.size, b"\0"))
     if magic != _MAGIC or version != 1 or code not in _BYTES:
         raise DataError(
             f"{place} is not an index of megatron-core's .bin/.idx format (version 1): preprocess the text again"
         )
-    needed = _HEADER.size + 12 * sequences + 8 * documents
+    needed = HEADER.size + 12 * sequences + 8 * documents
     if size < needed:
         raise DataError(
             f"{place} has {size:,} bytes, its header requires {needed:,}: it is truncated; pack the text again"
