@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import answer, print_line, print_whole, record
+from mpbridge.cli.text import answer, print_line, print_whole
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.report.curves import PRECISION
 from mpbridge.common.report.progress import bar
@@ -111,14 +111,14 @@ class VerifyVerb:
             return 0
         with bar("hashing") as told:
             found = verify_record(folder, signer, told)
-        build, result = found.provenance["buildDefinition"], found.result
-        inner, run_id = build["internalParameters"], found.provenance["runDetails"]["metadata"]["invocationId"]
+        provenance, result = found["provenance"], found["result"]
+        build, run_id = provenance["buildDefinition"], provenance["runDetails"]["metadata"]["invocationId"]
+        inner = build["internalParameters"]
         lines = (
-            f"{folder}: {found.files} files, unchanged since {found.key[:12]} signed them",
+            f"{folder}: {found['files']} files, unchanged since {signer.id[:12]} signed them",
             f"{run_id}, recipe {build['externalParameters']['recipe']}, engine {inner['engine']}, {inner['realization']}",
             f"{result['result']}: {len(result['passedTests'])} audits passed, {len(result['failedTests'])} failed",
             *(f"  {text}" for text in (*result["failedTests"], *result["warnedTests"])),
         )
-        data = {"folder": str(folder), **record(found, "key", "files", "provenance", "result")}
-        answer(args, data, lambda: print_line(*lines))
+        answer(args, {"folder": str(folder), **found}, lambda: print_line(*lines))
         return 1 if result["result"] == "FAILED" else 0

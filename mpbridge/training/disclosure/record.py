@@ -43,19 +43,6 @@ _MOST = 16
 _PYPI = frozenset({"torch", "megatron_core", "transformer_engine", "torchao"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """What a verified record says."""
-
-    key: str
-    """Id of the key that signed it."""
-    files: int
-    provenance: Mapping[str, Any]
-    """SLSA's predicate."""
-    result: Mapping[str, Any]
-    """The test result's predicate: 'result' is PASSED, WARNED or FAILED."""
-
-
 def sign_checkpoint(
     folder: Path, evidence: Evidence, signer: Signer, *, publish: bool, told: ProgressCallback
 ) -> Mapping[str, Any]:
@@ -221,8 +208,9 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str
     return [f"{name if name.isprintable() else ascii(name)} {what}" for what, names in kinds for name in sorted(names)]
 
 
-def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> Verified:
-    """Checks a folder against its record. signer: the public key. Raises Refused naming everything that is wrong."""
+def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> dict[str, Any]:
+    """Checks a folder against its record: 'key' (the id of who signed it), 'files' (their number), 'provenance' (SLSA's predicate), 'result' (the test
+    result's, whose own 'result' is PASSED, WARNED or FAILED). signer: the public key. Raises Refused naming everything that is wrong."""
     statements, found = _statements(folder, signer), digests(folder, OUTSIDE, told)
     faults: list[str] = []
     try:
@@ -237,7 +225,7 @@ def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> Verif
     if MODEL_SIGNATURE in names or os.path.lexists(folder / MODEL_SIGNATURE):
         faults += check_folder(folder, signer, MODEL_SIGNATURE)
     _refuse(folder, faults)
-    return Verified(key=signer.id, files=len(found), provenance=bodies[PROVENANCE], result=bodies[RESULT])
+    return {"key": signer.id, "files": len(found), "provenance": bodies[PROVENANCE], "result": bodies[RESULT]}
 
 
 def _statements(folder: Path, signer: Signer) -> dict[str, Mapping[str, Any]]:
