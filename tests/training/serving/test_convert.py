@@ -18,12 +18,6 @@ from mpbridge.training.serving.cast import Served
 from mpbridge.training.serving.convert import opened
 from tests.training.serving import folders, models
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.checkpoint(tmp_path_factory.mktemp("served"))
-
-
 COMPUTED: dict[str, dict[str, torch.Tensor]] = {}
 
 

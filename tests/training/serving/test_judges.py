@@ -18,11 +18,6 @@ BESIDE = ["re:.*embed_tokens$", "re:.*norm$"]
 """compressed-tensors' dequantizer takes every tensor named weight for a linear's."""
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.checkpoint(tmp_path_factory.mktemp("judged"))
-
-
 def by_compressed_tensors(folder: Path) -> dict[str, torch.Tensor]:
     module = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.ct_dequantizer")
     made: Any = module.CompressedTensorsDequantizer(str(folder), ignore=BESIDE, dtype=torch.float32)

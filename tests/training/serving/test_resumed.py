@@ -22,11 +22,6 @@ METHOD, RECIPE = "mxfp8", models.RECIPES["mxfp8"]
 FILE_BYTES = 300_000
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.checkpoint(tmp_path_factory.mktemp("resumed"))
-
-
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "FILE_BYTES", FILE_BYTES)
