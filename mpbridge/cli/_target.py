@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli.options import arg, container, resolved
 from mpbridge.common.errors import BadValue, UnknownName
@@ -21,18 +21,12 @@ from mpbridge.planning.estimate.predict import longer
 from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.planning.memory.overheads import left_out_of_memory, left_out_of_time
 from mpbridge.planning.outlook import Outlook
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.stages import emulation_faults, is_played, played
 
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
-
 OPTIONS = {
-    "cuda": "cuda",
-    "te": "transformer_engine",
-    "mcore": "megatron_core",
-    "torch": "torch",
-    "cublaslt": "cublaslt",
-}
+    "cuda": "cuda", "te": "transformer_engine", "mcore": "megatron_core", "torch": "torch", "cublaslt": "cublaslt",
+}  # fmt: skip
 """Option -> the field of Versions that it sets."""
 _EXAMPLES = {
     "cuda": ("11.8", "12.1", "12.4", "12.6", "12.8", "12.9", "13.0"),
@@ -86,9 +80,8 @@ def asked(args: argparse.Namespace, **more: Any) -> tuple[TargetMachine, Run]:
 
 def on_target(box: ConfigContainer, world: int, where: TargetMachine, **changes: Any) -> Run:
     """The run of a configuration, with other values of its fields, on the target; what only training needs is not required."""
-    return dataclasses.replace(box, **changes).resolved(
-        world, machine=where.machine, versions=where.versions, training=False
-    )
+    other = dataclasses.replace(box, **changes)
+    return other.resolved(world, machine=where.machine, versions=where.versions, training=False)
 
 
 def left_batches(made: Run) -> list[str]:

@@ -11,10 +11,11 @@ from mpbridge.cli.text import answer, paged, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.transformer_engine import tried
 from mpbridge.planning.certificates import VARIANTS, Row
+from mpbridge.settings.container import Run
+from mpbridge.training.certified import OwnTensors, own_tensors, training_of
 
 if TYPE_CHECKING:
     from mpbridge.numerics.certificates.certificate import Certificate
-    from mpbridge.settings.container import Run
 
 SUMMARY = "compute what a recipe's rounding does to operands, GEMMs and the optimizer, with a bound beside each figure"
 ARGUMENTS = (
@@ -70,7 +71,6 @@ def _resolved(args: argparse.Namespace, recipe: str | None, variant: str | None)
 def _certificate(args: argparse.Namespace, made: Run, variant: str | None) -> Certificate:
     from mpbridge.numerics.certificates.certificate import certificate
     from mpbridge.numerics.scales import release_of
-    from mpbridge.training.certified import OwnTensors, own_tensors, training_of
 
     own = OwnTensors(linears={}) if args.tensors is None else own_tensors(args.tensors)
     return certificate(
@@ -105,12 +105,9 @@ def _name(one: Certificate) -> str:
 
 
 PARTS = {
-    "operand": "operands",
-    "gemm": "GEMMs: bits are -log2 of the relative error",
-    "second pass": "quantized a second time",
-    "optimizer": "optimizer",
-    "attention": "attention and log-probabilities",
-}
+    "operand": "operands", "gemm": "GEMMs: bits are -log2 of the relative error",
+    "second pass": "quantized a second time", "optimizer": "optimizer", "attention": "attention and log-probabilities",
+}  # fmt: skip
 LEGEND = (
     "+-: measured, half of the 95 % interval over independent tensors (Student's t). Without: exact, a sum over all outcomes of the rounding. "
     "<=: a bound for every tensor whose scales are normal numbers."

@@ -12,8 +12,7 @@ from typing import Any
 from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, left_batches, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
-from mpbridge.cli.text import answer as print_answer
-from mpbridge.cli.text import print_line, print_table, record
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables import GIB, Column, processes
 from mpbridge.common.traits import DEFAULT
@@ -47,19 +46,6 @@ class _Other:
     gains: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """All of the answer."""
-
-    made: Run
-    where: TargetMachine
-    outlook: Outlook
-    assumed: Sequence[tuple[str, str, str]]
-    """(what, the value, the word that sets it)."""
-    others: Sequence[_Other]
-    notes: Sequence[str]
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints the answer. Returns 1 if the run is not valid or does not fit."""
     if args.rules:
@@ -77,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         *([f"{lost} (mpbridge certify)"] if lost else []),
     ]
     assumed, others = _assumed(args, made, where), _others(made, where, outlook)
-    answer = _Answer(made=made, where=where, outlook=outlook, assumed=assumed, others=others, notes=notes)
-    print_answer(args, as_data(answer) if args.json else {}, lambda: _print(answer))
+    parts = made, where, outlook, assumed, others, notes
+    answer(args, as_data(*parts) if args.json else {}, lambda: _print(*parts))
     return 0 if outlook.ok else 1
 
 
@@ -96,12 +82,8 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
     if assumed := ", ".join(where.assumed):
         options = [f"--{option}" for option, field in OPTIONS.items() if field.replace("_", " ") in assumed]
         found.append(("versions there", assumed, f"{' '.join(options)} X.Y"))
-    found += [
-        (name.replace("_", " "), str(made.train[name]), f"train.{name}=N")
-        for name in _BATCHES
-        if f"train.{name}" not in made.origin
-    ]
-    return found
+    default = [name for name in _BATCHES if f"train.{name}" not in made.origin]
+    return found + [(name.replace("_", " "), str(made.train[name]), f"train.{name}=N") for name in default]
 
 
 def _others(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
@@ -135,19 +117,22 @@ def _recipes(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
             found.append((advise(entry, one), _Other(settings=f"--recipe {name}", outlook=one, gains=gains)))
     found = [pair for pair in found if pair[0].fit == min(one.fit for one, _ in found)]
     fastest = min((one.seconds or 0.0 for one, _ in found), default=0.0)
-    ties = sorted(
-        (pair for pair in found if (pair[0].seconds or 0.0) <= fastest * (1 + pair[0].band)),
-        key=lambda pair: pair[0].rank,
-    )
+    ties = [pair for pair in found if (pair[0].seconds or 0.0) <= fastest * (1 + pair[0].band)]
+    ties.sort(key=lambda pair: pair[0].rank)
     if not ties:
         return []
     more = f" ({len(ties) - 1} more within the band: mpbridge recommend)" if len(ties) > 1 else ""
     return [dataclasses.replace(ties[0][1], gains=f"{ties[0][1].gains}{more}")]
 
 
-def as_data(answer: _Answer) -> dict[str, Any]:
+Assumed = list[tuple[str, str, str]]
+"""(what, the value, the word that sets it)."""
+
+
+def as_data(
+    made: Run, where: TargetMachine, one: Outlook, assumed: Assumed, others: list[_Other], notes: list[str]
+) -> dict[str, Any]:
     """The answer as JSON types."""
-    made, where, one = answer.made, answer.where, answer.outlook
     return {
         **record(one, "ok", "verdict", "objections"),
         "undecided": {name: why for name, why in (("fits", one.no_answer), ("time", one.no_time)) if why},
@@ -159,21 +144,19 @@ def as_data(answer: _Answer) -> dict[str, Any]:
             "versions": dataclasses.asdict(where.versions),
             "assumed": list(where.assumed),
         },
-        "assumed": [dict(zip(("what", "value", "set_by"), row, strict=True)) for row in answer.assumed],
+        "assumed": [dict(zip(("what", "value", "set_by"), row, strict=True)) for row in assumed],
         "capability": dataclasses.asdict(one.capability),
         "played": made.played is not None,
         "played_on": on_cpu(made) if made.played is not None else None,
         "violations": [dataclasses.asdict(v) for v in one.violations],
         "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in one.misfits],
         **_figures(one),
-        "others": [
-            {"settings": other.settings, "gains": other.gains, **_figures(other.outlook)} for other in answer.others
-        ],
+        "others": [record(other, "settings", "gains", **_figures(other.outlook)) for other in others],
         "bf16_layers": list(made.policy.bf16_layers(made.facts.shape.num_layers)) if made.policy.quantized else [],
         "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
         "scale": scale_warmup(made.policy.loss_scale, made.train["train_iters"]),
         "token_multiple": token_multiple(made.policy, one.facts),
-        "notes": list(answer.notes),
+        "notes": notes,
         "served_as": served_as(made.policy, made.facts, made.facts.model),
     }
 
@@ -187,10 +170,11 @@ def _figures(one: Outlook) -> dict[str, Any]:
     }
 
 
-def _print(answer: _Answer) -> None:
-    made, one, sizes = answer.made, answer.outlook, answer.made.facts.parallel
-    where = f"{processes(made.world_size)} on {answer.where.machine.label}"
-    print_line(f"recipe {made.recipe}, engine {made.engine}, {where}", sizes_of(sizes))
+def _print(
+    made: Run, where: TargetMachine, one: Outlook, assumed: Assumed, others: list[_Other], notes: list[str]
+) -> None:
+    there = f"{processes(made.world_size)} on {where.machine.label}"
+    print_line(f"recipe {made.recipe}, engine {made.engine}, {there}", sizes_of(made.facts.parallel))
     if made.played is not None:
         print_line(f"here   played {on_cpu(made)}")
     print_line()
@@ -211,13 +195,13 @@ def _print(answer: _Answer) -> None:
     _print_violations(one.violations)
     # what only costs speed can wait for a run that is valid
     _print_sizes([f for f in one.misfits if not errors or f.level in ("required", "gatherable")])
-    if answer.assumed:
-        print_table(("not said", "assumed", "to say it"), answer.assumed)
+    if assumed:
+        print_table(("not said", "assumed", "to say it"), assumed)
         print_line()
-    if answer.others:
-        first = answer.others[0].settings
+    if others:
+        first = others[0].settings
         rows = []
-        for other in answer.others:
+        for other in others:
             step = "" if other.outlook.no_time else f"{other.outlook.time.seconds:.3g} s, "
             size = f"{step}{other.outlook.memory.needed / GIB.size:.1f} GiB"
             rows.append((other.gains, size, _beside(other.settings, first)))
@@ -226,7 +210,7 @@ def _print(answer: _Answer) -> None:
     elif one.answer and one.capability.native:
         print_line("instead  no layout and no recipe gains more than the band (mpbridge layouts, mpbridge recommend)")
         print_line()
-    for note in answer.notes:
+    for note in notes:
         print_line(f"note   {note}")
     print_line(f"verdict  {one.verdict}")
 
@@ -235,19 +219,16 @@ def _beside(settings: str, first: str) -> str:
     """Settings as they are shown below the first: where they set all that it sets, only what differs."""
     words, known = shlex.split(settings), shlex.split(first)
     names, others = ({word.partition("=")[0] for word in one} for one in (words, known))
-    return (
-        settings
-        if words == known or not others <= names
-        else f"the first, then {shlex.join(word for word in words if word not in known)}"
-    )
+    if words == known or not others <= names:
+        return settings
+    return f"the first, then {shlex.join(word for word in words if word not in known)}"
 
 
 def _fits(one: Outlook) -> str:
     if not one.answer:
         return f"not decided: {one.no_answer}"
-    need, off, have = (
-        f"{size / GIB.size:.1f}" for size in (one.memory.needed, one.memory.band, one.machine.memory_bytes)
-    )
+    sizes = (one.memory.needed, one.memory.band, one.machine.memory_bytes)
+    need, off, have = (f"{size / GIB.size:.1f}" for size in sizes)
     word = {"fits": "yes", "tight": "tight", "does not fit": "no"}[one.answer]
     parts = ", ".join(f"{name} {size / GIB.size:.1f}" for name, size in one.parts.items())
     return f"{word}: {need} +- {off} GiB of {have} ({parts}; mpbridge memory)"
@@ -298,5 +279,5 @@ def _list(args: argparse.Namespace) -> int:
     names = ("severity", "id", "expected", "holds", "source")
     columns = ("severity", "rule", "what it expects", "applies to", "source")
     data = {"rules": [dict(zip(names, row, strict=True)) for row in rows]}
-    print_answer(args, data, lambda: print_table(columns, rows, title=f"{len(rows)} rules"))
+    answer(args, data, lambda: print_table(columns, rows, title=f"{len(rows)} rules"))
     return 0

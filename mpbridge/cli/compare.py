@@ -20,6 +20,7 @@ from mpbridge.interop.stacks.meaning import LABELS, differences, label, of_polic
 from mpbridge.interop.stacks.reasons import Setup, cost, handover
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.settings.container import ConfigContainer
 
 SUMMARY = "compare what two recipes or files of any stack mean"
 ARGUMENTS = (
@@ -51,7 +52,6 @@ _Read = tuple[Imported | None, ...]
 
 
 def _fields(given: tuple[str, str]) -> dict[str, list[Any]]:
-    """The fields that two recipes set differently."""
     left, right = (get_mixed_precision_config(name).stored() for name in given)
     return {name: [plain(left[name]), plain(right[name])] for name in left if left[name] != right[name]}
 
@@ -77,9 +77,8 @@ def _print(data: dict[str, Any], sides: tuple[Setup, Setup]) -> None:
     first, second = (side.meaning for side in sides)
     names = data["a"], data["b"]
     if data["differences"]:
-        apart = [
-            (label(row, first, second), *pair, data["costs"].get(row, "")) for row, pair in data["differences"].items()
-        ]
+        pairs, costs = data["differences"].items(), data["costs"]
+        apart = [(label(row, first, second), *pair, costs.get(row, "")) for row, pair in pairs]
         print_table(("differs", *names, "what the second costs"), apart)
         print_line()
     print_table(("alike", "both"), [(label(row, first, second), text) for row, text in data["same"].items()])
@@ -146,8 +145,6 @@ def _is_run(name: str | Path) -> bool:
 
 def _of_run(path: Path) -> Setup:
     """A run configuration of mpbridge: its recipe with its additions, its engine, and its model section."""
-    from mpbridge.settings.container import ConfigContainer
-
     container = ConfigContainer.load(path, [], check=False)
     run = container.resolved(container.smallest_world(), training=False)
     if len(run.stages) > 1:

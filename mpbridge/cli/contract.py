@@ -13,8 +13,10 @@ from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.files import LIMITS, regular, why
 from mpbridge.common.machines import machine
+from mpbridge.common.report.progress import bar
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of
 from mpbridge.settings.huggingface.kept import ENGINES
+from mpbridge.training.checkpoint.store import locate
 
 if TYPE_CHECKING:
     from mpbridge.training.serving.differences import Difference
@@ -37,8 +39,6 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints what differs, worst first. Returns 0 if nothing does, 1 otherwise."""
-    from mpbridge.common.report.progress import bar
-    from mpbridge.training.checkpoint.store import locate
     from mpbridge.training.serving.folder import examine
 
     if args.recipe and not args.run:
@@ -48,10 +48,8 @@ def run(args: argparse.Namespace) -> int:
     gpu = None if args.target is None else machine(args.target)
     with bar("compared", quiet=args.json) as told:
         report = examine(folder, path, recipe=args.recipe, engines=_engines(args.engine), target=gpu, told=told)
-    differences = [
-        record(one, "name", "kind", what=one.text, error=one.error if one.error < float("inf") else None)
-        for one in report.found
-    ]
+    errors = ((one, one.error if one.error < float("inf") else None) for one in report.found)
+    differences = [record(one, "name", "kind", what=one.text, error=error) for one, error in errors]
     said = {"high_precision": report.high, "differences": differences, "notes": report.notes}
     facts = {"folder": str(folder), **record(report, "format", "recipe", "quantized", **said)}
     answer(args, facts, lambda: _print(folder, path, report))
@@ -59,18 +57,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(folder: Path, path: Path | None, report: Report) -> None:
-    trained = f"; trained with {report.recipe}" if report.recipe else ""
-    print_line(
-        f"{folder}: {report.format}, {report.quantized} linears quantized, {report.high} in high precision{trained}"
-    )
+    counts = f"{report.quantized} linears quantized, {report.high} in high precision"
+    print_line(f"{folder}: {report.format}, {counts}{f'; trained with {report.recipe}' if report.recipe else ''}")
     rows = _rows(report.found)
     print_table(("where", "what", "values off by"), rows[:MOST])
     if len(rows) > MOST:
         print_line(f"and {len(rows) - MOST} more (--json has all)")
+    clean = "nothing contradicts itself" if path is None else "codes, scales and list are the run's"
     if not rows:
-        print_line(
-            "clean: " + ("nothing contradicts itself" if path is None else "codes, scales and list are the run's")
-        )
+        print_line(f"clean: {clean}")
     for note in report.notes:
         print_line(f"  {note}")
 
@@ -128,7 +123,6 @@ class MismatchVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Prints the distances."""
-        from mpbridge.training.checkpoint.store import locate
         from mpbridge.training.serving.mismatch import mismatch
 
         try:

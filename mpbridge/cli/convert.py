@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, record
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import dtype
+from mpbridge.common.report.progress import bar
+from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of, is_reference, tensors
 from mpbridge.settings.huggingface.served import METHODS
 from mpbridge.settings.huggingface.tensors import ADAPTERS
+from mpbridge.training.checkpoint.store import locate
 
 if TYPE_CHECKING:
     from mpbridge.training.serving.convert import Taken
@@ -68,8 +70,6 @@ def _only_to_folders(args: argparse.Namespace) -> None:
 
 
 def _configuration(args: argparse.Namespace, file: Path) -> None:
-    from mpbridge.settings.container import ConfigContainer
-
     if file.exists():
         raise BadValue(f"{file} already exists: expected a new file")
     ConfigContainer.load(args.source, check=False).dump(file)
@@ -80,8 +80,6 @@ def _configuration(args: argparse.Namespace, file: Path) -> None:
 
 
 def _take(args: argparse.Namespace, folder: Path) -> None:
-    from mpbridge.common.report.progress import bar
-    from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.serving.convert import to_checkpoint
 
     made = ConfigContainer.load(args.source, check=False).resolved(training=False)
@@ -106,9 +104,6 @@ def _told(taken: Taken) -> list[str]:
 
 
 def _give(args: argparse.Namespace, target: Path) -> None:
-    from mpbridge.common.report.progress import bar
-    from mpbridge.training.checkpoint.store import locate
-    from mpbridge.training.serving.cast import Served
     from mpbridge.training.serving.convert import opened, to_folder
     from mpbridge.training.serving.merge import Merge
 
@@ -122,22 +117,17 @@ def _give(args: argparse.Namespace, target: Path) -> None:
     if args.quantization and args.adapters == "alone":
         raise BadValue(f"--quantization {args.quantization} with --adapters alone: adapters are in high precision")
     path = locate(Path(args.source.removeprefix(CHECKPOINT)))
-    casting = partial(Served, method=args.quantization, recipe=args.recipe) if args.quantization else None
-    merge = partial(Merge, how=args.adapters, like=like)
-    adapters: Any = merge if args.adapters and args.adapters != "alone" else args.adapters
-    wanted = dtype(args.dtype).value if args.dtype else None
     compared = args.adapters == "alone" and like is not None and bool(tensors(like))
     if compared:
-        with opened(path, like=like, adapters=merge) as export:
-            cast(Merge, export.merge).verify()
+        with opened(path, like=like, adapters="alone") as export, Merge(path, export, how="alone", like=like) as base:
+            base.verify()
+    how = {"dtype": dtype(args.dtype).value if args.dtype else None, "method": args.quantization, "recipe": args.recipe}
     with bar("written", quiet=args.json) as told:
-        given = to_folder(path, target, like=like, dtype=wanted, casting=casting, adapters=adapters, told=told)
-    padding = [f"{given.left_out} padding rows of the embedding are omitted"] if given.left_out else []
-    named = args.adapters == "alone" and like is not None and not compared
-    unseen = (
-        [f"{like} has no weights: whether it is the base that was trained beside was not compared"] if named else []
-    )
-    notes = padding + given.notes + unseen
+        given = to_folder(path, target, like=like, adapters=args.adapters, told=told, **how)
+    notes = [f"{given.left_out} padding rows of the embedding are omitted"] if given.left_out else []
+    notes += given.notes
+    if args.adapters == "alone" and like is not None and not compared:
+        notes.append(f"{like} has no weights: whether it is the base that was trained beside was not compared")
     facts = record(given, "family", "tensors", "elements", "dtypes", notes=notes)
     facts |= {} if given.merged is None else {"merged": given.merged}
     lines = (

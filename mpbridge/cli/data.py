@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction
+from mpbridge.common.report.progress import bar
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.training.admission import place_fault
-from mpbridge.training.data.sources import Sources, fetch, find
+from mpbridge.training.data.sources import fetch, find
 
 SUMMARY = "pack a corpus into .bin/.idx, or describe one"
 ARGUMENTS = (
@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from mpbridge.common.report.progress import bar
     from mpbridge.training.data.prepare import cache_folder, prepare, write_pairs
 
     _refuse_bad(args)
@@ -67,20 +66,14 @@ def _refuse_bad(args: argparse.Namespace) -> None:
     faults = [fault for option, place in places if place and (fault := place_fault(option, place))]
     if faults:
         raise Contradiction(faults, subject="the output cannot be written")
-    if args.out:
-        _try_writing(args.out)
-
-
-def _try_writing(out: Path) -> None:
-    """Raises BadValue if no file can be created next to `out`: a folder's mode does not tell for /proc or a full disk."""
-    place = out.expanduser().absolute().parent
-    while not place.exists():
-        place = place.parent
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        raise BadValue(f"--out {out}: no file can be written in {place} ({error.strerror})") from None
+    if args.out:  # a folder's mode does not tell for /proc or a full disk
+        place = args.out.expanduser().absolute().parent
+        while not place.exists():
+            place = place.parent
+        try:
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            raise BadValue(f"--out {args.out}: no file can be written in {place} ({error.strerror})") from None
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -94,9 +87,13 @@ def _inspect(args: argparse.Namespace) -> None:
         if sources.prefixes:
             from mpbridge.training.data.prepare import pair
 
-            found["pairs"] = [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]
+            found["pairs"] = [pair(prefix) for prefix in sources.prefixes]
         else:
-            found["files"] = _raw(sources)
+            kinds: dict[str, list[int]] = {}
+            for path in sources.files:
+                kinds.setdefault(path.suffix or "no ending", []).append(path.stat().st_size)
+            rows = ((kind, len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items()))
+            found["files"] = [dict(zip(("kind", "files", "bytes"), row, strict=True)) for row in rows]
     answer(args, found, lambda: _show(found))
 
 
@@ -107,27 +104,14 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         raise BadValue(f"--tokenizer {args.tokenizer}: this tokenizer is code, which inspect does not run")
     fetch(args.tokenizer)
     files = tokenizer_files(args.tokenizer, args.end_of_text)
-    end = (
-        f"not said{f' ({files.ends_by})' if files.ends_by else ''}: set data.end_of_text"
-        if files.end is None
-        else files.end
-    )
-    return {
-        "name": args.tokenizer,
-        "file": str(files.file),
-        "tokens": files.size,
-        "end of text": end,
-        **({} if files.end is None else {"token": files.end_token, "as said by": files.ends_by.removeprefix("by ")}),
-        "padding": f"none{f' ({files.pad_by})' if files.pad_by else ''}" if files.pad is None else files.pad,
-        **({} if files.pad is None else {"padding as said by": files.pad_by}),
-    }
-
-
-def _raw(sources: Sources) -> list[dict[str, Any]]:
-    kinds: dict[str, list[int]] = {}
-    for path in sources.files:
-        kinds.setdefault(path.suffix or "no ending", []).append(path.stat().st_size)
-    return [{"kind": kind, "files": len(sizes), "bytes": sum(sizes)} for kind, sizes in sorted(kinds.items())]
+    found: dict[str, Any] = {"name": args.tokenizer, "file": str(files.file), "tokens": files.size}
+    if files.end is None:
+        found["end of text"] = f"not said{f' ({files.ends_by})' if files.ends_by else ''}: set data.end_of_text"
+    else:
+        found |= {"end of text": files.end, "token": files.end_token, "as said by": files.ends_by.removeprefix("by ")}
+    if files.pad is None:
+        return found | {"padding": f"none{f' ({files.pad_by})' if files.pad_by else ''}"}
+    return found | {"padding": files.pad, "padding as said by": files.pad_by}
 
 
 def _show(found: dict[str, Any]) -> None:

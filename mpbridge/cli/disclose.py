@@ -6,13 +6,15 @@ import argparse
 from pathlib import Path
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import answer, print_line, print_whole, record
+from mpbridge.cli.text import answer, print_line, print_whole
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.report.curves import PRECISION
 from mpbridge.common.report.progress import bar
 from mpbridge.settings.huggingface.served import CONTRACT
 from mpbridge.training.checkpoint.store import MANIFEST, step_of
 from mpbridge.training.disclosure.evidence import Evidence, model_card, read_evidence, write_mllog
+from mpbridge.training.disclosure.keys import check_folder, read_key, sign_folder
+from mpbridge.training.disclosure.record import MODEL_SIGNATURE, RECORD, sign_checkpoint, verify_record
 
 SUMMARY = "say what a run computed in: for a model card, MLPerf, or as a signed record"
 ARGUMENTS = (
@@ -58,9 +60,6 @@ def _evidence(args: argparse.Namespace) -> Evidence:
 
 
 def _sign(args: argparse.Namespace) -> int:
-    from mpbridge.training.disclosure.keys import read_key, sign_folder
-    from mpbridge.training.disclosure.record import MODEL_SIGNATURE, RECORD, sign_checkpoint
-
     folder, signer = args.folder, read_key(args.sign, private=True)
     if args.sign.resolve().is_relative_to(folder.resolve()):
         raise BadValue(f"{args.sign} lies in the folder that it signs, and would be published with it: move it out")
@@ -97,9 +96,6 @@ class VerifyVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Prints what the record says. Returns 0 if the folder is what was signed and the verdict is not FAILED, else 1."""
-        from mpbridge.training.disclosure.keys import check_folder, read_key
-        from mpbridge.training.disclosure.record import MODEL_SIGNATURE, RECORD, verify_record
-
         folder, signer = args.folder, read_key(args.key, private=False)
         if not folder.is_dir():
             raise BadValue(f"{folder}: expected a folder")
@@ -115,14 +111,14 @@ class VerifyVerb:
             return 0
         with bar("hashing") as told:
             found = verify_record(folder, signer, told)
-        build, result = found.provenance["buildDefinition"], found.result
-        inner, run_id = build["internalParameters"], found.provenance["runDetails"]["metadata"]["invocationId"]
+        provenance, result = found["provenance"], found["result"]
+        build, run_id = provenance["buildDefinition"], provenance["runDetails"]["metadata"]["invocationId"]
+        inner = build["internalParameters"]
         lines = (
-            f"{folder}: {found.files} files, unchanged since {found.key[:12]} signed them",
+            f"{folder}: {found['files']} files, unchanged since {signer.id[:12]} signed them",
             f"{run_id}, recipe {build['externalParameters']['recipe']}, engine {inner['engine']}, {inner['realization']}",
             f"{result['result']}: {len(result['passedTests'])} audits passed, {len(result['failedTests'])} failed",
             *(f"  {text}" for text in (*result["failedTests"], *result["warnedTests"])),
         )
-        data = {"folder": str(folder), **record(found, "key", "files", "provenance", "result")}
-        answer(args, data, lambda: print_line(*lines))
+        answer(args, {"folder": str(folder), **found}, lambda: print_line(*lines))
         return 1 if result["result"] == "FAILED" else 0

@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machine(row: Machine) -> dict[str, object]:
-    """A row of the table as JSON types."""
     return dataclasses.asdict(row) | {"sm": row.sm, "peak": dict(row.peak)}
 
 

@@ -7,18 +7,18 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli._target import TARGET, TargetMachine, on_target, reference, sizes_of, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.pages.document import writable
+from mpbridge.common.report.curves import Panel, drawable, stacked_bars
 from mpbridge.common.tables import GIB
-from mpbridge.planning.estimate.predict import Estimate, Timing, timing
+from mpbridge.planning.estimate.predict import Estimate, timing
 from mpbridge.planning.memory.by_role import REFERENCE, Memory
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
+from mpbridge.settings.container import ConfigContainer, Run
 
 SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"
 ARGUMENTS = (
@@ -33,13 +33,18 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints the prediction."""
-    drawn = args.plot is not None and _drawn(Path(args.plot))
+    drawn = False
+    if args.plot is not None:
+        writable(Path(args.plot), option="--plot")  # before any prediction
+        drawn = drawable()
     where = target(args)
     measured = timing(Path(args.against)) if args.against else None
     if measured is None:
         made = resolved(args, machine=where.machine, versions=where.versions)
+    elif measured.config:
+        made = on_target(ConfigContainer(**measured.config, trusted=False), measured.world_size, where)
     else:
-        made = _run_of(measured, where)
+        raise BadValue("the run was created from Python objects, so its folder has no configuration to predict from")
     outlook = where.outlook(made)
     mine = outlook.time
     plain, other = _reference(made, where)
@@ -60,24 +65,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _drawn(path: Path) -> bool:
-    """Whether a picture will be drawn. Raises BadValue before any prediction if it could not be written."""
-    from mpbridge.common.pages.document import writable
-    from mpbridge.common.report.curves import drawable
-
-    writable(path, option="--plot")
-    return drawable()
-
-
-def _run_of(measured: Timing, where: TargetMachine) -> Run:
-    from mpbridge.settings.container import ConfigContainer
-
-    if not measured.config:
-        raise BadValue("the run was created from Python objects, so its folder has no configuration to predict from")
-    box = ConfigContainer(**measured.config, trusted=False)
-    return on_target(box, measured.world_size, where)
-
-
 def _reference(made: Run, where: TargetMachine) -> tuple[Run | None, Estimate | None]:
     """bf16_mixed on the same machine and layout, and its time; None if it cannot run there, has no time or is the requested recipe."""
     run = time = None
@@ -91,16 +78,11 @@ def _reference(made: Run, where: TargetMachine) -> tuple[Run | None, Estimate | 
 def _data(recipe: str, one: Estimate, price: float | None) -> dict[str, Any]:
     hours = one.gpu_hours_per_billion_tokens
     return {
-        "recipe": recipe,
-        "predicted": True,
-        **record(one, "seconds", "band", "span", "because"),
-        "tokens_per_second_per_gpu": one.tokens_per_second,
-        "model_tflops_per_gpu": one.flops_per_second / 1e12,
-        "share_of_peak": one.share_of_peak,
-        "gpu_hours_per_billion_tokens": hours,
-        "price_per_billion_tokens": None if price is None else price * hours,
-        **record(one, "parts", "left_out"),
-    }
+        "recipe": recipe, "predicted": True, **record(one, "seconds", "band", "span", "because"),
+        "tokens_per_second_per_gpu": one.tokens_per_second, "model_tflops_per_gpu": one.flops_per_second / 1e12,
+        "share_of_peak": one.share_of_peak, "gpu_hours_per_billion_tokens": hours,
+        "price_per_billion_tokens": None if price is None else price * hours, **record(one, "parts", "left_out"),
+    }  # fmt: skip
 
 
 def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None, price: float | None) -> None:
@@ -122,9 +104,8 @@ def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | No
     rows = []
     for name in dict.fromkeys([*mine.parts, *theirs]):
         seconds, plain = mine.parts.get(name, 0.0), theirs.get(name, 0.0)
-        rows.append(
-            (name, f"{seconds * 1000:,.1f}", f"{seconds / mine.seconds:.1%}", f"{plain * 1000:,.1f}" if other else "")
-        )
+        beside = f"{plain * 1000:,.1f}" if other else ""
+        rows.append((name, f"{seconds * 1000:,.1f}", f"{seconds / mine.seconds:.1%}", beside))
     print_table(("where the time goes", "ms", "share", f"{REFERENCE} ms"), rows)
     for line in mine.left_out:
         print_line(f"left out: {line}")
@@ -139,8 +120,6 @@ def _plot(
     path: Path, made: Run, plain: Run | None, where: TargetMachine, mine: Estimate, other: Estimate | None
 ) -> None:
     """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
-    from mpbridge.common.report.curves import Panel, stacked_bars
-
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
     held = {run.recipe: _by_role(where.outlook(run).memory) for run in (made, plain) if run is not None}
     panels = (

@@ -23,6 +23,7 @@ from mpbridge.interop.stacks.nearest import Answer, apart, refusals
 from mpbridge.interop.stacks.nearest import answer as answer_for
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import key, recipes
+from mpbridge.settings.container import ConfigContainer
 
 SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})
@@ -43,23 +44,17 @@ def run(args: argparse.Namespace) -> int:
     With something undecided no recipe is written.
     """
     found = _read(args)
-    told = (
-        answer_for(found.fields, engine=found.engine, meaning=found.meaning)
-        if found.fields
-        else Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
-    )
+    told = Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
+    if found.fields:
+        told = answer_for(found.fields, engine=found.engine, meaning=found.meaning)
     if args.write is not None and not found.undecided:
         _write(args.write, found, told)
     answer(args, _data(found, told), lambda: _print(found, told))
     if args.write is not None and found.undecided:
         raise BadValue(f"--write {args.write}: not written, since it is undecided: {'; '.join(found.undecided)}")
-    return 1 if told.recipe is None or found.undecided or _doubtful(found) else 0
-
-
-def _doubtful(found: Imported) -> bool:
-    """Whether the stack, or the recipe, does otherwise than the file says, or a setting about precision is unknown."""
-    lost = found.contradicts or found.inert or found.cannot_express
-    return bool(lost) or any(PRECISION.search(line) for line in found.unknown)
+    # the stack, or the recipe, does otherwise than the file says, or a setting about precision is unknown
+    doubtful = found.contradicts or found.inert or found.cannot_express or any(map(PRECISION.search, found.unknown))
+    return 1 if told.recipe is None or found.undecided or doubtful else 0
 
 
 def _read(args: argparse.Namespace) -> Imported:
@@ -85,14 +80,11 @@ def variables(pairs: Iterable[str]) -> dict[str, str]:
 
 
 HEADINGS = (
-    ("contradicts", "contradicts itself"),
-    ("inert", "has no effect there"),
-    ("cannot_express", "mpbridge cannot express"),
-    ("unknown", "unknown there"),
-    ("undecided", "undecided: what decides stands elsewhere"),
-    ("in_force", "not said, decided by its defaults"),
+    ("contradicts", "contradicts itself"), ("inert", "has no effect there"),
+    ("cannot_express", "mpbridge cannot express"), ("unknown", "unknown there"),
+    ("undecided", "undecided: what decides stands elsewhere"), ("in_force", "not said, decided by its defaults"),
     ("assumed", "assumed"),
-)
+)  # fmt: skip
 """Kind of note -> its heading."""
 MOST_LISTED = 100
 """Notes of one kind that the terminal shows: a real file has a few."""
@@ -156,7 +148,6 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
 
 
 def _write(path: Path, found: Imported, told: Answer) -> None:
-    """A recipe file: the nearest recipe and what differs from it."""
     import yaml
 
     if told.recipe is None:
@@ -193,8 +184,6 @@ def _exported(args: argparse.Namespace) -> Export:
         if args.recipe is None:
             raise BadValue("give a RECIPE, or a run (--config FILE), whose own recipe is exported then")
         return export(args.recipe, args.to, version=args.stack_version, engine=args.engine)
-    from mpbridge.settings.container import ConfigContainer
-
     path, engine = find_config(args.config), [f"engine={args.engine}"] if args.engine else []
     container = ConfigContainer.load(path, engine, check=False)
     given = container.mixed_precision
@@ -207,18 +196,14 @@ def _exported(args: argparse.Namespace) -> Export:
     elif args.recipe is not None:
         container = ConfigContainer.load(path, [f"mixed_precision.recipe='{args.recipe}'", *engine], check=False)
     run = container.resolved(container.smallest_world())
-    made = export(args.recipe or _own(run), args.to, version=args.stack_version, engine=run.facts.engine, run=run)
+    stage = run.stages[0]
+    own: Any = stage.recipe if key(stage.recipe) in recipes else stage.config
+    made = export(args.recipe or own, args.to, version=args.stack_version, engine=run.facts.engine, run=run)
     stated = _stated(given) if args.recipe is not None else ""
     if not stated:
         return made
     text = f"{args.recipe} replaces the mixed_precision of {args.config} ({stated}); without RECIPE the run's own is exported"
     return dataclasses.replace(made, assumed=(*made.assumed, text))
-
-
-def _own(run: Any) -> Any:
-    """A run's recipe by name; its config if it has none that is registered."""
-    stage = run.stages[0]
-    return stage.recipe if key(stage.recipe) in recipes else stage.config
 
 
 def _stated(given: Any) -> str:

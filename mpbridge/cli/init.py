@@ -134,7 +134,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes all of them, or none."""
     try:
         with folder_for(folder), contextlib.ExitStack() as undone:
             for name, text in files.items():
@@ -175,7 +174,6 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
 
 
 def _target(args: argparse.Namespace) -> str:
-    """The GPU that was named, or the first that runs the recipe."""
     if args.target is not None:
         return key(machine(args.target).name)
     policy = resolve(get_mixed_precision_config(args.recipe))
@@ -198,9 +196,8 @@ def _processes(base: ConfigContainer, target: str) -> int:
 def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
     """Settings that the configuration needs to train there, with an initial value, or a placeholder in capitals for what only the user knows."""
     wanted = (("train", "train_iters", "100"), ("optimizer", "lr", "1e-5"))
-    missing = [
-        f"{section}.{name}={value}" for section, name, value in wanted if (config.get(section) or {}).get(name) is None
-    ]
+    unset = [one for one in wanted if (config.get(one[0]) or {}).get(one[1]) is None]
+    missing = [f"{section}.{name}={value}" for section, name, value in unset]
     entries = entries_of((config.get("data") or {}).get("corpus") or "stdlib")
     local = [str(folder / entry) for entry in entries if entry != "stdlib"]
     return [*missing, "data.corpus=YOUR_TEXT"] if local and located(local)[1] else missing

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli.options import arg, resolved, too_small, whole
 from mpbridge.cli.text import complain, print_line, print_whole
@@ -21,11 +21,9 @@ from mpbridge.common.shipped import VERSION
 from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import broken
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import ANNOUNCED
 from mpbridge.training.admission import Admission
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
 
 SUMMARY = "print or submit a Slurm script for a run on many nodes that resumes automatically after each time limit"
 USAGE = "as in: mpbridge launch --nodes 2 --gpus-per-node 8 -- train --config llama3_8b checkpoint.save=DIR"

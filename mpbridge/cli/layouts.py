@@ -8,7 +8,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli._target import TARGET, TargetMachine, left_batches, left_out, on_target, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, whole
@@ -23,10 +23,7 @@ from mpbridge.planning.estimate.layouts import Layout, search, why_none
 from mpbridge.planning.estimate.predict import timing
 from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.precision.registry import describe, recipe, recipes
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
-
+from mpbridge.settings.container import ConfigContainer, Run
 
 _COLUMNS = ("", "recipe", "TP", "PP", "CP", "EP", "micro-batch", "recompute", "optimizer", "step", "tokens/s/GPU", "memory")  # fmt: skip
 SUMMARY = "list parallel layouts that are valid and fit, fastest first (predicted), as lines to paste"
@@ -126,9 +123,8 @@ def says_optimizer(box: ConfigContainer) -> bool:
 
 def alone(facts: RunFacts, world: int) -> RunFacts:
     """The facts for that number of processes without model parallelism."""
-    sizes = dataclasses.replace(
-        facts.parallel, world_size=world, tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1
-    )
+    ones: dict[str, Any] = dict.fromkeys(("tensor", "pipeline", "context", "expert"), 1)
+    sizes = dataclasses.replace(facts.parallel, world_size=world, virtual_pipeline=None, **ones)
     return dataclasses.replace(facts, parallel=sizes)
 
 
@@ -184,7 +180,6 @@ def _advice(
 
 
 def _measured(advice: Advice, folder: Path) -> Advice:
-    """Adds the measured step time of a run with that recipe."""
     found = timing(folder)
     if found.recipe != advice.recipe or not advice.legal:
         return advice
@@ -276,11 +271,7 @@ class RecommendVerb:
         ranked = sorted(with_ties(made), key=lambda advice: order(advice, args.by))
         ties = decides(ranked)
         there = {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)}
-        data = {
-            "target": there,
-            "recipes": [dataclasses.asdict(one) for one in ranked],
-            "left_out": omitted,
-            "ties": ties,
-        }
+        found = [dataclasses.asdict(one) for one in ranked]
+        data = {"target": there, "recipes": found, "left_out": omitted, "ties": ties}
         answer(args, data, lambda: _print_ranking(where, ranked, ties, omitted, args.price))
         return 0 if any(advice.legal and advice.fits for advice in ranked) else 1

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, reference, sizes_of
+from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
@@ -110,7 +111,13 @@ def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparis
         print_line(f"left out: {words}")
     if outlook.fit is not None:
         # the rank that the verdict is about, if the table shows another one
-        _say_fit(outlook.fit, where, unit, "" if full == mine.rank else f"rank {full}, the fullest, needs ")
+        whose = "" if full == mine.rank else f"rank {full}, the fullest, needs "
+        fit, machine = outlook.fit, where.machine
+        need, off, have = (unit.of(size) for size in (fit.needed, fit.band, fit.available))
+        said = f"{whose}{need} +- {off} {unit.name} of {have} ({machine.memory_source})"
+        print_line("", f"{fit.answer} on {machine.name}: {said}")
+        for way in fit.ways:
+            print_line(way, indent="  ")
         if outlook.answer == "does not fit":
             _say_nearest(made, outlook)
     if "valid" in outlook.objections:
@@ -140,8 +147,6 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
 
 
 def _say_nearest(made: Run, outlook: Outlook) -> None:
-    from mpbridge.cli.layouts import says_optimizer
-
     # no search: every layout would be rejected for the machine
     for violation in outlook.errors:
         if violation.rule == "machine-cannot-run-it":
@@ -171,13 +176,3 @@ def _beside(
         )
         for name in dict.fromkeys([*parts, *theirs])
     ]
-
-
-def _say_fit(fits: Fit, where: TargetMachine, unit: ByteUnit, whose: str) -> None:
-    need, off, have = (unit.of(size) for size in (fits.needed, fits.band, fits.available))
-    print_line()
-    print_line(
-        f"{fits.answer} on {where.machine.name}: {whose}{need} +- {off} {unit.name} of {have} ({where.machine.memory_source})"
-    )
-    for way in fits.ways:
-        print_line(way, indent="  ")

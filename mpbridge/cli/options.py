@@ -73,10 +73,8 @@ def too_small(args: argparse.Namespace, rows: Iterable[Argument]) -> list[str]:
 
 def whole(text: str) -> int:
     """The integer in a text, such as 1000, 1_000 or 1e3. Raises ArgumentTypeError."""
-    try:
+    with contextlib.suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
     with contextlib.suppress(ValueError):
         value = float(text)
         if value.is_integer() and abs(value) < 2**53:
@@ -85,7 +83,6 @@ def whole(text: str) -> int:
 
 
 def _price(text: str) -> float:
-    """A price of 0 or more. Raises ArgumentTypeError."""
     with contextlib.suppress(ValueError):
         value = float(text)
         if 0 <= value < math.inf:
@@ -119,14 +116,14 @@ def container(args: argparse.Namespace) -> ConfigContainer:
         twice = [text for text in overrides if text.startswith(_PRECISION)]
         if twice:
             raise BadValue(f"--recipe {args.recipe} and {twice[0]}: two recipes; use only one of them")
-        overrides.insert(0, f"mixed_precision.recipe={_quoted(args.recipe)}")
+        overrides.insert(0, f"mixed_precision.recipe={quoted(args.recipe)}")
     overrides += [f"engine={args.engine}"] if args.engine else []
     overrides += [f"emulate={EMULATION[args.emulate]}"] if args.emulate else []
     played = EMULATION.get(args.emulate) == "te" or any(text == "emulate=te" for text in overrides)
     if args.emulate or played:
         for name in ("target", "te") if played else ("te",):
             given = getattr(args, name, None)
-            overrides += [f"{name}={_quoted(given)}"] if given else []
+            overrides += [f"{name}={quoted(given)}"] if given else []
     return ConfigContainer.load(find_config(args.config), overrides, check=False)
 
 
@@ -158,6 +155,6 @@ def find_config(name: str | None) -> Path:
     return Path(wanted) if is_reference(wanted) else configuration(wanted)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """`text` as a YAML string: a recipe may be called 32."""
     return "'" + text.replace("'", "''") + "'"

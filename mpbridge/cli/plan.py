@@ -81,10 +81,10 @@ def _trained(made: Run) -> list[tuple[str, str]]:
     frozen = sum(size for name, size in sizes.items() if is_frozen(policy, name))
     adapters = {name: size for name, size in sizes.items() if is_adapter(name)}
     kinds = sorted({DType.FP32.short if kept_fp32(policy, name) else policy.params.short for name in adapters})
-    rank, total = made.facts.shape.lora_rank, sum(sizes.values())
-    of = (
-        f", {sum(adapters.values()):,} of them in adapters of rank {rank}, in {' and '.join(kinds)}" if adapters else ""
-    )
+    total, of = sum(sizes.values()), ""
+    if adapters:
+        where = f"adapters of rank {made.facts.shape.lora_rank}, in {' and '.join(kinds)}"
+        of = f", {sum(adapters.values()):,} of them in {where}"
     globs = ", ".join(policy.frozen) or "none"
     return [
         ("frozen", f"{frozen:,} of {total:,} parameters ({globs})"),
@@ -105,11 +105,8 @@ def _print(made: Run, *, explain: bool) -> None:
     print_table(("fact", "value"), meaning(made), title="what it means")
     if len(made.stages) > 1:
         print_line()
-        print_table(
-            ("stage", "until"),
-            [(stage.recipe, str(stage.until or "the end")) for stage in made.stages],
-            title="stages (the plan is the first one's)",
-        )
+        stages = [(stage.recipe, str(stage.until or "the end")) for stage in made.stages]
+        print_table(("stage", "until"), stages, title="stages (the plan is the first one's)")
     if explain:
         print_line()
         print_table(("setting", "value", "from"), _explained(made), title="where the configuration's values came from")

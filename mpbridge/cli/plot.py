@@ -6,14 +6,12 @@ import argparse
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import arg, whole
 from mpbridge.cli.text import columns_here, complain, print_line, print_whole
 from mpbridge.common.errors import Refused
-
-if TYPE_CHECKING:
-    from mpbridge.common.report.curves import Curves
+from mpbridge.common.pages.document import writable
+from mpbridge.common.report.curves import CURVES, Curves, drawable, picture, read_curves, terminal
 
 COLUMNS, AXIS = 72, 12
 """Default width of a plot in columns, and maximum width of its labels."""
@@ -28,9 +26,6 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; without matplotlib only the picture is missing."""
-    from mpbridge.common.pages.document import writable
-    from mpbridge.common.report.curves import CURVES, drawable, picture
-
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:
         writable(target)
@@ -53,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(runs: list[Path]) -> list[Curves]:
     """The runs' curves, labelled by path if names are equal; reports what could not be read on stderr."""
-    from mpbridge.common.report.curves import read_curves
-
     found = [read_curves(path) for path in runs]
     if len({curves.name for curves in found}) < len(found):
         for curves, path in zip(found, runs, strict=True):
@@ -66,9 +59,6 @@ def _read(runs: list[Path]) -> list[Curves]:
 
 
 def _print(curves: Curves, number: str, width: int) -> None:
-    """Prints one plot, unless the run does not have the number, or its loss scale is always 1."""
-    from mpbridge.common.report.curves import CURVES, terminal
-
     label, log = CURVES[number]
     points = curves.series(number)
     if not points or (number == "loss_scale" and {value for _, value in points} == {1.0}):

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import TARGET, target
-from mpbridge.cli.options import JSON, RUN_HERE, arg, container, find_config, whole
-from mpbridge.cli.text import answer, print_line, print_table
+from mpbridge.cli.options import JSON, RUN_HERE, arg, container, find_config, quoted, whole
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import write
+from mpbridge.common.pages.document import writable
+from mpbridge.common.report.console import console, rank, tell
 from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.settings.container import ConfigContainer
 
 if TYPE_CHECKING:
     from mpbridge.training.rehearse.report import Rehearsal
-    from mpbridge.training.tune.levels import Where
     from mpbridge.training.tune.tuning import Tuned
-
 
 SUMMARY = "train a few steps under several recipes, emulated, and see which tensors lose precision"
 ARGUMENTS = (
@@ -33,48 +35,39 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
-    from mpbridge.common.pages.document import writable
-    from mpbridge.common.report.console import console, rank, tell
+    from mpbridge.training.rehearse import rehearsal
+    from mpbridge.training.rehearse.page import page
     from mpbridge.training.rehearse.report import caveats, tables
 
     writable(args.out, folder=True)
     out = console(speaks=rank() == 0)
-    result = _rehearsed(args)
+    recipes = tuple(filter(None, map(str.strip, args.recipes.split(",")))) if args.recipes else rehearsal.RECIPES
+    if not recipes:
+        raise BadValue(f"--recipes {args.recipes!r} names no recipe")
+    box = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
+    result = rehearsal.rehearse(box, recipes, steps=args.steps, every=args.every, say=print_line)
     stopped = any(recipe.interrupted for recipe in result.recipes)
     if args.suggest and not stopped:
         _suggest(args, result)
+    path = args.out / "index.html"
     if rank() == 0:
-        page = _write(result, args.out)
+        args.out.mkdir(parents=True, exist_ok=True)
+        result.write(args.out / "report.json")
+        write(path, page(result))
     for table in tables(result):
         out.print(table)
     tell(out, caveats(result))
     for line in result.suggestion:
         tell(out, line)
     if rank() == 0:
-        tell(out, f"report: {page}")
+        tell(out, f"report: {path}")
     if stopped:
         raise KeyboardInterrupt  # after what was found: the entry says so, and exits as interrupted
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
 
 
-def _rehearsed(args: argparse.Namespace) -> Rehearsal:
-    from mpbridge.training.rehearse import rehearsal
-
-    recipes = (
-        tuple(name.strip() for name in args.recipes.split(",") if name.strip()) if args.recipes else rehearsal.RECIPES
-    )
-    if not recipes:
-        raise BadValue(f"--recipes {args.recipes!r} names no recipe")
-    from mpbridge.settings.container import ConfigContainer
-
-    container = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
-    return rehearsal.rehearse(container, recipes, steps=args.steps, every=args.every, say=print_line)
-
-
 def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     """Tunes the last tunable recipe, and records the result."""
-    from mpbridge.common.report.console import rank
-    from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.tune.levels import prepared
     from mpbridge.training.tune.run import lines, moved, tune, write
 
@@ -83,11 +76,9 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
             prepared(get_mixed_precision_config(recipe))
         except MpbridgeError:
             continue
-        quoted = recipe.replace("'", "''")
-        settings = [*args.overrides, f"mixed_precision.recipe='{quoted}'"]
-        tuned, content = tune(
-            ConfigContainer.load(find_config(args.config), settings, check=False), say=lambda text: None
-        )
+        settings = [*args.overrides, f"mixed_precision.recipe={quoted(recipe)}"]
+        box = ConfigContainer.load(find_config(args.config), settings, check=False)
+        tuned, content = tune(box, say=lambda text: None)
         place = args.out / "tuned.yaml"
         if rank() == 0:
             args.out.mkdir(parents=True, exist_ok=True)
@@ -99,37 +90,6 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
         ]
         return
     result.suggestion = ["suggestion: none, since no recipe that ran can be tuned (quantized, without delayed scaling)"]
-
-
-def _write(result: Rehearsal, folder: Path) -> Path:
-    """Writes report.json, then index.html in `folder`. Returns the page's path."""
-    from mpbridge.training.rehearse.page import page
-
-    folder.mkdir(parents=True, exist_ok=True)
-    result.write(folder / "report.json")
-    path = folder / "index.html"
-    write(path, page(result))
-    return path
-
-
-def _check_tune(args: argparse.Namespace) -> None:
-    faults = []
-    if not args.out.parent.is_dir() or args.out.is_dir():
-        faults.append(f"--out {args.out}: expected a file name in an existing folder")
-    if args.out.suffix not in (".yaml", ".yml"):
-        faults.append(f"--out {args.out}: a recipe file ends in .yaml")
-    if faults:
-        raise BadValue("; ".join(faults))
-    find_config(args.config)
-
-
-def _where(args: argparse.Namespace) -> Where:
-    from mpbridge.training.tune.levels import Where
-
-    if args.target is None and getattr(args, "machine_file", None) is None:
-        return Where(stack=args.stack)
-    found = target(args)
-    return Where(machine=found.machine, versions=found.versions, constants=found.constants, stack=args.stack)
 
 
 def _print_tuned(data: dict[str, Any]) -> None:
@@ -174,22 +134,30 @@ class TuneVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Tunes, prints the result and writes the recipe. Returns 1 if a simple rule is no worse, and names it."""
-        from mpbridge.training.tune.levels import budget_of
-
-        _check_tune(args)
-        budget = budget_of(args.budget)
-        from mpbridge.common.report.console import rank
         from mpbridge.training.tune.choices import TUNED
-        from mpbridge.training.tune.run import tune, write
+        from mpbridge.training.tune.levels import Where, budget_of
 
-        levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
+        faults = []
+        if not args.out.parent.is_dir() or args.out.is_dir():
+            faults.append(f"--out {args.out}: expected a file name in an existing folder")
+        if args.out.suffix not in (".yaml", ".yml"):
+            faults.append(f"--out {args.out}: a recipe file ends in .yaml")
+        if faults:
+            raise BadValue("; ".join(faults))
+        find_config(args.config)
+        budget = budget_of(args.budget)
+        from mpbridge.training.tune.run import tune, write  # loads torch
+
+        levels = None if args.levels is None else tuple(filter(None, map(str.strip, args.levels.split(","))))
         first = rank() == 0
         speak = print_line if first and not args.json else lambda text: None
-        box = container(args)
+        box, where = container(args), Where(stack=args.stack)
+        if args.target is not None or args.machine_file is not None:
+            where = dataclasses.replace(where, **record(target(args), "machine", "versions", "constants"))
         if args.checkpoint:
             box.checkpoint["load"] = args.checkpoint
         result, content = tune(
-            box, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen, where=_where(args), say=speak
+            box, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen, where=where, say=speak
         )
         if first:
             write(args.out, content)

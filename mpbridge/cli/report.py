@@ -6,18 +6,19 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli.options import JSON, arg, whole
 from mpbridge.cli.text import answer, columns_here, paged, print_line, print_table, print_whole
 from mpbridge.common.errors import CheckpointError
+from mpbridge.common.pages.document import writable, write
+from mpbridge.common.report.console import console, tell
 from mpbridge.common.report.curves import CURVES, changes, read_history, terminal
 from mpbridge.common.tables import table
-
-if TYPE_CHECKING:
-    from mpbridge.observe.diagnose.diagnosis import Diagnosis
-    from mpbridge.observe.diagnose.evidence import Evidence
-
+from mpbridge.observe.diagnose.diagnosis import Diagnosis, diagnose
+from mpbridge.observe.diagnose.evidence import Evidence, gather
+from mpbridge.observe.diagnose.page import diagnosis_page, precision_page
+from mpbridge.training.checkpoint.store import check, locate, saved, step_of
 
 SUMMARY = "say after or during a run how it went: curves, audits, low precision, diagnosis, whether it can resume"
 ARGUMENTS = (
@@ -32,9 +33,6 @@ HEIGHT, WIDTH = 8, 72
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report. Returns 1 if an audit found something else than promised, or something is anomalous."""
-    from mpbridge.observe.diagnose.diagnosis import diagnose
-    from mpbridge.observe.diagnose.page import diagnosis_page
-
     with paged(args, lambda: diagnosis_page(found), gap=""):
         found = diagnose(args.run_folder, args.against)
         data = as_data(found)
@@ -62,7 +60,6 @@ def as_data(found: Diagnosis) -> dict[str, Any]:
 
 
 def _verdict(found: Diagnosis, data: dict[str, Any]) -> str:
-    """The report in one sentence."""
     parts = {"audits": data["audits"]["ok"] is not False, "diagnosis": found.healthy}
     bad = [name for name, good in parts.items() if not good]
     if not bad and not found.run.curves.rows:
@@ -73,7 +70,6 @@ def _verdict(found: Diagnosis, data: dict[str, Any]) -> str:
 
 
 def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
-    """First, last and lowest value of each curve."""
     made: dict[str, dict[str, float | None]] = {}
     series = {number: [value for _, value in run.curves.series(number)] for number in (*CURVES, "lr")}
     series["eval_loss"] = [row["eval_loss"] for row in run.curves.evaluations if row["eval_loss"] is not None]
@@ -86,19 +82,14 @@ def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
 
 
 def _precision(run: Evidence) -> dict[str, Any]:
-    """The worst operand of the latest measurement."""
     quantized = [one for one in run.measured if one.tables["operands"]]
     rows = worst(quantized[-1].tables["operands"], 1) if quantized else []
-    return {
-        "measured_steps": len(run.measured),
-        "worst": dict(rows[0]) | {"step": quantized[-1].step} if rows else None,
-    }
+    found = dict(rows[0]) | {"step": quantized[-1].step} if rows else None
+    return {"measured_steps": len(run.measured), "worst": found}
 
 
 def _resume(run: Evidence) -> dict[str, Any]:
     """The newest checkpoint from which the run resumes, and why not if it does not."""
-    from mpbridge.training.checkpoint.store import check, locate, saved, step_of
-
     named = (run.config.get("checkpoint") or {}).get("save")
     places = [Path(named)] if named and isinstance(named, str) else []
     place = next((one for one in (*places, run.folder, run.folder / "checkpoints") if saved(one)), None)
@@ -146,7 +137,6 @@ def _print(found: Diagnosis, data: dict[str, Any]) -> None:
 
 
 def _said(precision: dict[str, Any]) -> str:
-    """The worst operand in words."""
     row, count = precision["worst"], precision["measured_steps"]
     measured = f"{count} step{'s' * (count != 1)} measured"
     if row is None:
@@ -159,9 +149,8 @@ def _said(precision: dict[str, Any]) -> str:
 def _print_diagnosis(found: Diagnosis) -> None:
     run = found.run
     steps = len(run.curves.rows)
-    print_line(
-        f"{run.folder}: {run.recipe}, {steps} step{'s' * (steps != 1)}, {len(run.measured)} measured", found.verdict
-    )
+    taken = f"{steps} step{'s' * (steps != 1)}, {len(run.measured)} measured"
+    print_line(f"{run.folder}: {run.recipe}, {taken}", found.verdict)
     for one in found.onsets:
         print_line(f"step {one.step}: {one.what}", indent="  ")
     _section("First anomalous tensors:", [str(one) for one in found.odd[:6]])
@@ -178,7 +167,6 @@ def _print_diagnosis(found: Diagnosis) -> None:
 
 
 def _section(title: str, lines: Sequence[str]) -> None:
-    """Prints lines indented under a title, if there are any."""
     if lines:
         print_line(f"\n{title}")
         print_line(*lines, indent="  ")
@@ -193,9 +181,6 @@ class DiagnoseVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Prints the diagnosis. Returns 0 if nothing is anomalous, else 1."""
-        from mpbridge.observe.diagnose.diagnosis import diagnose
-        from mpbridge.observe.diagnose.page import diagnosis_page
-
         with paged(args, lambda: diagnosis_page(found)):
             found = diagnose(args.run_folder, args.against)
             answer(args, found.as_data(), lambda: _print_diagnosis(found))
@@ -244,9 +229,8 @@ class AuditVerb:
         """Prints the audits. Returns 0 if all were as promised, 1 if one was not or no update was ever audited."""
         history = read_history(args.run_dir)
         found = judged(history)
-        audits = [
-            {**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)
-        ]
+        pairs = zip([None, *history], history, strict=False)
+        audits = [{**one, "changes": changes(before, one)} for before, one in pairs]
         data = {"ok": found["ok"] is True, "words": found["words"], "audits": audits}
         answer(args, data, lambda: _print_audits(audits))
         if found["ok"] is None and not args.json:
@@ -288,11 +272,6 @@ class PrecisionVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Prints the worst operands of the latest measurement and writes the page. Returns 1 if nothing was measured."""
-        from mpbridge.common.pages.document import writable, write
-        from mpbridge.common.report.console import console, tell
-        from mpbridge.observe.diagnose.evidence import gather
-        from mpbridge.observe.diagnose.page import precision_page
-
         target = args.out or args.run_folder / "precision.html"
         found = gather(args.run_folder)
         writable(target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, RUN_HERE, arg, container
 from mpbridge.cli.text import answer, print_line
@@ -13,12 +12,10 @@ from mpbridge.common.traits import DEFAULT
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
+from mpbridge.settings.container import Run
 from mpbridge.training.checkpoint import continuation
 from mpbridge.training.checkpoint.store import check, locate, step_of
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
 
 SUMMARY = "check whether and how a run resumes from a checkpoint, and which words it needs"
 ARGUMENTS = (
@@ -40,7 +37,11 @@ def run(args: argparse.Namespace) -> int:
     found = verdict(saved, wanted)
     if args.reset_optimizer and found.goes_on:
         found = found.without_states("it was requested (--reset-optimizer)")
-    needs = [] if args.reset_optimizer or not found.goes_on else _needs(made, folder, saved, wanted)
+    needs: list[str] = []
+    if found.goes_on and not args.reset_optimizer:
+        text = continuation.differ(saved, wanted)
+        needs = [f"checkpoint.accept={saved.recipe}: {text}"] if text else []
+        needs = needs if made is None else continuation.faults(made, folder)
     # the run must set it, since the default is mcore
     engine = "" if wanted.engine == DEFAULT else f" with engine={wanted.engine}"
     line = f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines())
@@ -64,13 +65,6 @@ def _run(args: argparse.Namespace, folder: Path, saved: Fingerprint) -> Run | No
     box = container(args)
     world, least = int(saved.parallel.get("world_size") or 1), box.smallest_world()
     return box.resolved(world if world % least == 0 else least, training=False)
-
-
-def _needs(made: Run | None, folder: Path, saved: Fingerprint, wanted: Fingerprint) -> list[str]:
-    """What the run's author has to say for it to resume."""
-    if made is not None:
-        return continuation.faults(made, folder)
-    return [f"checkpoint.accept={saved.recipe}: {text}" for text in (continuation.differ(saved, wanted),) if text]
 
 
 def wanted_fingerprint(saved: Fingerprint, recipe: str | None, engine: str | None) -> Fingerprint:

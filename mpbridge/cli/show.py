@@ -63,24 +63,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(entry: Recipe, tables: Iterable[tuple[str, tuple[str, str], list[tuple[str, str]]]]) -> None:
     print_line(f"{entry.name}: {entry.summary}", "")
-    papers = _papers(entry)
+    papers = [("needs", needs(entry)), ("status", entry.status), ("engine", entry.engine or DEFAULT)]
+    papers += [("source", entry.source), *([("also called", ", ".join(entry.aliases))] if entry.aliases else [])]
+    papers += [("hint", hint) for hint in entry.hints]
     width = max(len(label) for label, _ in papers)
     for label, text in papers:
         print_line(f"{label:{width}}  {text}")
     for title, columns, rows in tables:
         print_line()
         print_table(columns, rows, title=title)
-
-
-def _papers(entry: Recipe) -> list[tuple[str, str]]:
-    found = [
-        ("needs", needs(entry)),
-        ("status", entry.status),
-        ("engine", entry.engine or DEFAULT),
-        ("source", entry.source),
-    ]
-    found += [("also called", ", ".join(entry.aliases))] if entry.aliases else []
-    return [*found, *(("hint", hint) for hint in entry.hints)]
 
 
 def _costs(known: Card) -> list[tuple[str, str]]:

@@ -6,17 +6,15 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, RUN, arg, container
 from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue
+from mpbridge.common.pages.document import writable, write
 from mpbridge.common.tables import size
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-    from mpbridge.training.simulate import Simulated
-
+from mpbridge.settings.container import Run
+from mpbridge.training.simulate import Simulated
+from mpbridge.training.simulate.world import default_ranks, simulate, simulated_run
 
 SUMMARY = (
     "build ranks of any world here without memory, and compare live tensors, audit and a step with the predictions"
@@ -36,8 +34,6 @@ _COLUMNS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each rank. Returns 1 if anything differs."""
-    from mpbridge.training.simulate.world import default_ranks, simulate, simulated_run
-
     box = container(args)
     made, changed = simulated_run(box, args.world_size or box.smallest_world())
     ranks = _ranks(args.ranks) if args.ranks else default_ranks(made)
@@ -85,7 +81,6 @@ class CalibrateVerb:
     @staticmethod
     def run(args: argparse.Namespace) -> int:
         """Measures, writes and prints; under torchrun also measures collectives, and rank 0 writes."""
-        from mpbridge.common.pages.document import writable, write
         from mpbridge.training.simulate.calibrate import measure
 
         if not 0 < args.seconds <= 600:

@@ -8,15 +8,16 @@ import runpy
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli.options import RUN_HERE, arg, resolved
 from mpbridge.cli.text import complain
 from mpbridge.common.errors import BadValue, Conflict
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-
+from mpbridge.common.probe import this_machine
+from mpbridge.planning.rules.table import require_here
+from mpbridge.settings.container import Run
+from mpbridge.settings.training import train_iters
+from mpbridge.training.admission import Admission
 
 SUMMARY = "pretrain a GPT with a recipe"
 STOPPED = 3
@@ -33,17 +34,16 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Trains. Returns 0 if the run is complete, 3 if it stopped early and can be resumed. Faults are reported before torch is imported."""
-    from mpbridge.common.probe import this_machine
-    from mpbridge.training.admission import Admission
-
     asked = {f"train.audit={args.audit}": args.audit, "checkpoint.reset_optimizer=true": args.reset_optimizer}
     asked["train.deterministic=true"] = args.deterministic
     args.overrides = [*args.overrides, *(setting for setting, given in asked.items() if given)]
-    world = _world_size()
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise BadValue(f"WORLD_SIZE={text!r} in the environment: expected the number of processes, as torchrun sets it")
+    world = int(text)
     # with several processes, rank 0 checks once it can tell the others (train.loop)
-    made = resolved(
-        args, training=True, world_size=world, machine=this_machine(), also=Admission() if world == 1 else None
-    )
+    also = Admission() if world == 1 else None
+    made = resolved(args, training=True, world_size=world, machine=this_machine(), also=also)
     with _stage(made):
         return _train(args, made)
 
@@ -59,14 +59,10 @@ def _stage(run: Run) -> AbstractContextManager[Any]:
 
 def _train(args: argparse.Namespace, made: Run) -> int:
     if args.on_conflict == "error" and made.plan.conflicts:
-        raise Conflict(
-            "\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)])
-        )
-    from mpbridge.planning.rules.table import require_here
-
+        lines = [f"  - {write}" for write in made.plan.conflicts]
+        raise Conflict("\n".join(["the recipe overrides what was set:", *lines]))
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)
-    from mpbridge.settings.training import train_iters
     from mpbridge.training.loop import pretrain
 
     done = pretrain(made)
@@ -76,14 +72,6 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         complain(f"0 of {done.iterations} steps were applied: nothing was trained")
         return 1
     return 0
-
-
-def _world_size() -> int:
-    """The world size from torchrun; 1 without it."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdigit() or int(text) < 1:
-        raise BadValue(f"WORLD_SIZE={text!r} in the environment: expected the number of processes, as torchrun sets it")
-    return int(text)
 
 
 class OnCpuVerb:

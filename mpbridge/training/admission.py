@@ -63,14 +63,12 @@ class Admission:
         if evaluates or not self.own_data:
             lacking += corpus_faults(data, evaluates=evaluates)
         lacking += [*_places(sections), *_beginning(sections["checkpoint"])]
-        self.notes += _unwritten(sections["logger"])
+        trackers = names_of(sections["logger"])
+        if trackers and not sections["logger"]["log_dir"]:
+            self.notes.append(f"logger.trackers={', '.join(trackers)}: nothing is written without logger.log_dir")
         if self.here:
-            self.trackers = [
-                f"tracker {name}: {why}; the run continues without it"
-                for name in names_of(sections["logger"])
-                if (why := absent(name))
-            ]
-        if self.here:
+            missing = ((name, why) for name in trackers if (why := absent(name)))
+            self.trackers = [f"tracker {name}: {why}; the run continues without it" for name, why in missing]
             return wrong + lacking
         self.notes += [f"on this machine: {fault}" for fault in lacking]
         return wrong
@@ -166,7 +164,6 @@ def _schedule_faults(sections: Sections) -> list[str]:
 
 
 def _places(sections: Sections) -> list[str]:
-    """Folders that the run must write to but cannot."""
     wanted = (("logger", "log_dir"), ("checkpoint", "save"), ("data", "cache_dir"))
     found = [(f"{section}.{name}", sections[section][name]) for section, name in wanted]
     return [fault for setting, given in found if given and (fault := place_fault(setting, given))]
@@ -191,11 +188,6 @@ def place_fault(setting: str, given: str | Path) -> str:
     return ""
 
 
-def _unwritten(section: Mapping[str, Any]) -> list[str]:
-    names = [] if section["log_dir"] else names_of(section)
-    return [f"logger.trackers={', '.join(names)}: nothing is written without logger.log_dir"] if names else []
-
-
 def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     """Prints what the recipe decides, and the warnings; returns the warnings. Raises Refused, like `require_here`."""
     facts = run.facts
@@ -203,11 +195,8 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     how = "natively" if facts.realization == "native" else "emulated"
     if run.played is not None:
         how = on_cpu(run)
-    tell(
-        out,
-        f"recipe {run.recipe}, {how}, engine {facts.engine}, {processes(facts.parallel.world_size)} on {machine.name}"
-        + (" (played)" if run.played is not None else ""),
-    )
+    where = f"{processes(facts.parallel.world_size)} on {machine.name}{' (played)' if run.played is not None else ''}"
+    tell(out, f"recipe {run.recipe}, {how}, engine {facts.engine}, {where}")
     out.print(run.plan.table())
     for setting in run.brought:
         tell(out, f"the recipe also sets {setting}")
@@ -229,14 +218,10 @@ def write_precision(run: Run, folder: Path | None) -> None:
         return
     facts = run.facts
     data = {
-        "recipe": run.recipe,
-        "engine": facts.engine,
-        **run.plan.as_data(),
-        "parallel": dataclasses.asdict(facts.parallel),
-        "micro_batch_size": facts.micro_batch_size,
-        "versions": dataclasses.asdict(installed()),
-        "config": settings_of(run),
-    }
+        "recipe": run.recipe, "engine": facts.engine, **run.plan.as_data(),
+        "parallel": dataclasses.asdict(facts.parallel), "micro_batch_size": facts.micro_batch_size,
+        "versions": dataclasses.asdict(installed()), "config": settings_of(run),
+    }  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -263,11 +248,8 @@ def scale_warmup(scale: LossScale | None, steps: int | None = None) -> str:
     most = scale.skips() if scale is not None else 0
     if scale is None or not most:
         return ""
-    until = (
-        f"{scale.skips(MODEST)} until 2**16, where torch's own starts, "
-        if scale.minimum < MODEST < scale.initial
-        else ""
-    )
+    above = scale.minimum < MODEST < scale.initial
+    until = f"{scale.skips(MODEST)} until 2**16, where torch's own starts, " if above else ""
     short = f"; this run has {steps} steps" if steps is not None and steps <= most else ""
     cure = "; mixed_precision.initial_loss_scale=65536 starts lower" if until else ""
     return (

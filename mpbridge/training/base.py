@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.backend.devices.collectives import rank
+from mpbridge.backend.engines.contract import Engine, StepResult
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.report.progress import ProgressLine
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import scheduler_arguments
 from mpbridge.training.checkpoint import store
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import Engine, StepResult
-    from mpbridge.common.errors import MpbridgeError
-    from mpbridge.common.report.progress import ProgressLine
-    from mpbridge.settings.container import Run
-    from mpbridge.training.data.batches import Feed
+from mpbridge.training.data.batches import Feed
 
 RECENT = 10
 """Number of steps in the mean of recent losses."""
@@ -110,19 +108,12 @@ class Meter:
         """One line of the metrics file."""
         took, tokens = self._times[-1]
         return {
-            "iteration": counters.iteration,
-            "consumed_samples": counters.consumed,
-            "loss": result.loss,
-            "lr": result.lr,
-            "grad_norm": result.grad_norm,
-            "loss_scale": result.loss_scale,
-            "applied": result.applied,
-            "skipped_steps": counters.skipped,
-            "nonfinite_steps": counters.nonfinite,
-            "step_seconds": round(took, 6),
+            "iteration": counters.iteration, "consumed_samples": counters.consumed, "loss": result.loss,
+            "lr": result.lr, "grad_norm": result.grad_norm, "loss_scale": result.loss_scale, "applied": result.applied,
+            "skipped_steps": counters.skipped, "nonfinite_steps": counters.nonfinite, "step_seconds": round(took, 6),
             "tokens_per_second": round(tokens / took, 2),
             "model_flops_per_second": round(self.flops_rate(tokens / took)),
-        }
+        }  # fmt: skip
 
 
 def line(result: StepResult, meter: Meter, counters: Counters) -> str:
@@ -177,13 +168,6 @@ class Summary:
         """Plain data for JSON."""
         return {**asdict(self), "eval_losses": [list(pair) for pair in self.eval_losses]}
 
-    def _nothing(self) -> str:
-        idle = self.iterations and not self.applied
-        return f": 0 of {self.iterations} steps were applied" if idle else ""
-
-    def _last(self) -> str:
-        return "the last step" if self.averaged == 1 else f"the last {self.averaged} steps"
-
     def rows(self) -> list[tuple[str, str]]:
         """Label and text, for the closing table."""
 
@@ -192,10 +176,12 @@ class Summary:
 
         speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.model_flops_per_second / 1e9:,.1f} GFLOP/s of model arithmetic per process"
         ends = ", ".join(f"{loss:.4f} at step {step}" for step, loss in self.eval_losses[-3:])
+        idle = f": 0 of {self.iterations} steps were applied" if self.iterations and not self.applied else ""
+        last = "the last step" if self.averaged == 1 else f"the last {self.averaged} steps"
         return [
             ("recipe", self.recipe),
-            ("steps", f"{self.iterations} ({self.skipped} skipped, {self.nonfinite} not finite){self._nothing()}"),
-            ("training loss", f"{shown(self.first_loss)} at first, {shown(self.last_loss)} over {self._last()}"),
+            ("steps", f"{self.iterations} ({self.skipped} skipped, {self.nonfinite} not finite){idle}"),
+            ("training loss", f"{shown(self.first_loss)} at first, {shown(self.last_loss)} over {last}"),
             *([("held-out loss", ends)] if ends else []),
             ("samples", f"{self.consumed_samples:,}"),
             ("parameters", f"{self.parameters:,} on this rank"),

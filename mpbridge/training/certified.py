@@ -132,9 +132,8 @@ def tensors_of(file: Path) -> dict[str, Linear]:
 
         if names:
             return {base or file.stem: _linear(base, shapes, read) for base in sorted(names)[:MOST]}
-        matrices = sorted(
-            (n for n, s in shapes.items() if len(s) == 2 and min(s) >= 128), key=lambda n: -math.prod(shapes[n])
-        )
+        matrices = [name for name, shape in shapes.items() if len(shape) == 2 and min(shape) >= 128]
+        matrices.sort(key=lambda name: -math.prod(shapes[name]))
         if not matrices:
             raise BadValue(f"--tensors {file}: no matrix of at least 128 by 128 (expected x, w and dy, or weights)")
         for name in matrices[:MOST]:

@@ -11,29 +11,26 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from mpbridge.backend.devices.collectives import on_first_rank
+from mpbridge.backend.engines.contract import StepResult
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.schedule import Span, spans
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import parse_nonfinite
 from mpbridge.training.admission import beginning, resume_point
-from mpbridge.training.base import Hook, scheduler
+from mpbridge.training.base import Hook, Training, scheduler
 from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import reader, store
 from mpbridge.training.checkpoint.continuation import of_run
 from mpbridge.training.checkpoint.verdict import Verdict, verdict
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import StepResult
-    from mpbridge.settings.container import Run
-    from mpbridge.training.base import Training
 
 
 class Checkpointer(Hook):
@@ -202,12 +199,8 @@ class Nonfinite(Hook):
             record(training, "nonfinite", f"{text}: the run stops, {why}", **facts)
             return
         self.left -= 1
-        record(
-            training,
-            "rollback",
-            f"{text}: rolled back to {place.name}, continuing after the samples already read; {self.left} rollbacks left",
-            **facts,
-        )
+        left = f"continuing after the samples already read; {self.left} rollbacks left"
+        record(training, "rollback", f"{text}: rolled back to {place.name}, {left}", **facts)
 
 
 def resume_line(folder: Path) -> str:
@@ -324,8 +317,7 @@ def switch(training: Training) -> None:
         answer = checkpoint.load(training, place)
     finally:
         on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
-    text = f"step {training.counters.iteration}: {before.recipe} -> {after.recipe}: {_short(answer)}"
-    record(
-        training, "recipe", text, before=before.recipe, after=after.recipe, verdict=answer.kind, lost=list(answer.lost)
-    )
-    training.notes[f"recipe from step {training.counters.iteration + 1}"] = after.recipe
+    done, old, new = training.counters.iteration, before.recipe, after.recipe
+    text = f"step {done}: {old} -> {new}: {_short(answer)}"
+    record(training, "recipe", text, before=old, after=new, verdict=answer.kind, lost=list(answer.lost))
+    training.notes[f"recipe from step {done + 1}"] = new

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mpbridge.backend.devices import device_layer
 from mpbridge.backend.devices.collectives import on_first_rank
+from mpbridge.backend.engines.contract import Batch
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import CheckpointError
@@ -27,6 +28,7 @@ from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.replicas import agree
 from mpbridge.observe.telemetry.hook import StatisticsHook
 from mpbridge.planning.estimate.gemms import whole_square_flops_per_token
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import microbatches, train_iters
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.training.admission import preflight, require_admission, settings_of, write_precision
@@ -34,10 +36,6 @@ from mpbridge.training.base import Counters, Hook, Hooks, Meter, Summary, Traini
 from mpbridge.training.checkpointer import Checkpointer, Nonfinite, Stages, at_stage, check_stages, switch
 from mpbridge.training.data.batches import Feed
 from mpbridge.training.process import Signals, data_parallel, explained, process_group, process_settings
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import Batch
-    from mpbridge.settings.container import Run
 
 
 def pretrain(
@@ -132,8 +130,6 @@ class EmulationNotes(Hook):
 
 
 class _Steps:
-    """The loop itself, and what it measures."""
-
     def __init__(self, training: Training, hooks: Hooks) -> None:
         run = training.run
         self.training, self.hooks = training, hooks
@@ -144,10 +140,8 @@ class _Steps:
         self.tokens = self.global_batch * training.feed.seq_length
         self.meter = Meter(flops=whole_square_flops_per_token(run.facts.shape), processes=dist.get_world_size())
         self.eval_losses: list[tuple[int, float]] = []
-        self.eval_interval, self.eval_iters = (
-            int(run.train.get("eval_interval") or 0),
-            int(run.train.get("eval_iters") or 0),
-        )
+        self.eval_interval = int(run.train.get("eval_interval") or 0)
+        self.eval_iters = int(run.train.get("eval_iters") or 0)
         self.folder = Path(run.logger["log_dir"]) if run.logger.get("log_dir") and rank() == 0 else None
 
     def go(self, stack: ExitStack, out: Any) -> Summary:
@@ -258,11 +252,7 @@ def write_timing(run: Any, meter: Any, folder: Path | None) -> None:
         return
     times = sorted(took for took, _ in meter._times)
     data = {
-        "recipe": run.recipe,
-        "seconds": times[len(times) // 2],
-        "tokens_per_second": meter.rate / meter.processes,
-        "steps": len(times),
-        "world_size": meter.processes,
-        "config": settings_of(run),
-    }
+        "recipe": run.recipe, "seconds": times[len(times) // 2], "tokens_per_second": meter.rate / meter.processes,
+        "steps": len(times), "world_size": meter.processes, "config": settings_of(run),
+    }  # fmt: skip
     _write(folder / "timing.json", data)

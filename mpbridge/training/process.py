@@ -10,28 +10,25 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mpbridge.backend.devices import device_layer
 from mpbridge.backend.devices.collectives import agreed, is_of_a_lost_rank
+from mpbridge.backend.engines.contract import StepResult
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
 from mpbridge.common.traits import DEFAULT
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.training import ANNOUNCED
 from mpbridge.training.base import Counters, Hook, Training
 from mpbridge.training.checkpoint.io import load
 from mpbridge.training.checkpoint.writer import end_with_parent
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import StepResult
-    from mpbridge.settings.container import ConfigContainer, Run
-    from mpbridge.training.base import Training
 
 
 @contextmanager
@@ -90,11 +87,8 @@ def with_weights(run: Run, weights: Path | None, *, cuda: bool) -> Iterator[Any]
         if weights is not None:
             # loading weights alone touches neither schedule nor data
             blank: Any = None
-            load(
-                Training(run=run, engine=engine, scheduler=blank, feed=blank, counters=Counters()),
-                weights,
-                weights_alone=True,
-            )
+            training = Training(run=run, engine=engine, scheduler=blank, feed=blank, counters=Counters())
+            load(training, weights, weights_alone=True)
         yield engine
 
 

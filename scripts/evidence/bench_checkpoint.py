@@ -24,7 +24,6 @@ import torch
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint import io as checkpoint
-from mpbridge.training.checkpoint import store
 from mpbridge.training.loop import pretrain
 
 SEQ, VOCAB = 128, 320
@@ -93,10 +92,11 @@ class Sizes(Hook):
         parameters = sum(tensor.numel() for _, tensor in training.engine.named_parameters())
         began = time.perf_counter()
         checkpoint.load(training, place)
+        size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
         self.figures = {
             "parameters": parameters,
-            "bytes": store.size(place),
-            "bytes_a_parameter": round(store.size(place) / parameters, 2),
+            "bytes": size,
+            "bytes_a_parameter": round(size / parameters, 2),
             "save_seconds": round(statistics.median(seconds), 4),
             "load_seconds": round(time.perf_counter() - began, 4),
         }

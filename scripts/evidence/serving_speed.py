@@ -19,7 +19,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,6 @@ def measure(path: Path, target: Path, method: str, recipe: str) -> dict[str, Any
     from mpbridge.training.checkpoint import store
     from mpbridge.training.checkpoint.reader import Contents
     from mpbridge.training.serving import cast, files
-    from mpbridge.training.serving.cast import Served
     from mpbridge.training.serving.convert import to_folder
 
     torch.set_num_threads(1)
@@ -140,7 +138,7 @@ def measure(path: Path, target: Path, method: str, recipe: str) -> dict[str, Any
     timed(files, "facts_of", "SHA-256", lambda args, made: args[0].nbytes)
     timed(files, "_write", "write", lambda args, made: len(args[1]))
     began = time.process_time()
-    to_folder(path, target, casting=partial(Served, method=method, recipe=recipe))
+    to_folder(path, target, method=method, recipe=recipe)
     total = time.process_time() - began
     written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     stages = {label: sum(spent for spent, _ in made) for label, made in calls.items()}

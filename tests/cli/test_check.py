@@ -126,9 +126,8 @@ def test_everything_that_was_not_said_is_named_with_the_word_that_sets_it(ask, t
     wanted = {"processes", "versions there", "micro batch size", "global batch size"}
     assert {row["what"] for row in some["assumed"]} == wanted
     versions = ["--torch", "2.11", "--mcore", "0.16.1", "--te", "2.11", "--cuda", "13.0"]
-    _, most = ask(
-        "check", "--config", "llama3_8b", "--recipe", "bf16", "--target", "h100", "--world-size", "8", *versions
-    )
+    words = ["--config", "llama3_8b", "--recipe", "bf16", "--target", "h100", "--world-size", "8"]
+    _, most = ask("check", *words, *versions)
     assert [row["what"] for row in most["assumed"]] == ["versions there"]  # torchao, which no option sets
     assert "torchao" in most["assumed"][0]["value"]
 
@@ -177,16 +176,9 @@ def test_a_layout_that_sets_what_the_first_sets_is_shown_by_what_differs(ask, ca
 
 def test_layers_that_alternate_are_counted_and_listed_in_json(ask, capsys):
     words = [
-        "check",
-        "--config",
-        "nemotron_nano_v2_12b",
-        "--recipe",
-        "nanov2_bf16_with_fp8_current_scaling_mixed",
-        "--target",
-        "h100",
-        "--world-size",
-        "64",
-    ]
+        "check", "--config", "nemotron_nano_v2_12b", "--recipe", "nanov2_bf16_with_fp8_current_scaling_mixed",
+        "--target", "h100", "--world-size", "64",
+    ]  # fmt: skip
     _, answer = ask(*words)
     assert [len(one["layers"]) for one in answer["sizes"]] == [26]
     main(words)

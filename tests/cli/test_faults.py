@@ -33,13 +33,6 @@ def test_an_output_that_takes_nothing_is_one_line_and_not_success(redirection: s
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_log_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "file"
-    place.write_text("", encoding="utf-8")
-    assert main(["train", "--config", "gpt_tiny", f"logger.log_dir={place}", "train.train_iters=1"]) == 2
-    assert f"logger.log_dir={place}" in capsys.readouterr().err
-
-
 def test_a_recipes_file_is_read_once_however_much_is_asked_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,9 +32,8 @@ def printed(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_script_asks_slurm_for_what_was_asked(printed) -> None:
-    text = printed(
-        "--time", "1-00", "--notice", "300", "--name", "big", "--slurm", "partition=long", "--slurm", "account=me"
-    )
+    asked = "--time 1-00 --notice 300 --name big --slurm partition=long --slurm account=me"
+    text = printed(*asked.split())
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
     wanted = {"job-name": "big", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "4", "time": "1-00", "signal": "B:USR1@300", "requeue": "", "partition": "long", "account": "me"}  # fmt: skip
     assert wanted.items() <= options.items()
@@ -46,17 +45,11 @@ def test_the_script_asks_slurm_for_what_was_asked(printed) -> None:
 
 def test_an_image_is_handed_to_srun(printed) -> None:
     text = printed("--image", "registry#image:1", "--mount", "/data:/data")
-    assert (
-        '--container-image=\'registry#image:1\' --container-mounts="$PWD",/data:/data --container-workdir="$PWD"'
-        in text
-    )
+    given = '--container-image=\'registry#image:1\' --container-mounts="$PWD",/data:/data --container-workdir="$PWD"'
+    assert given in text
     assert "exec python -m torch.distributed.run" in text
-    for image in (
-        "group/image:1",
-        "/shared/image.sqsh",
-        "./image.sqsh",
-        "images.d/image.sqsh",
-    ):  # Docker Hub's, and files
+    # Docker Hub's, and files
+    for image in ("group/image:1", "/shared/image.sqsh", "./image.sqsh", "images.d/image.sqsh"):
         assert f"--container-image={image} " in printed("--image", image)
 
 
@@ -241,7 +234,6 @@ def test_a_rule_that_holds_on_every_machine_is_asked_before_the_queue(capsys: py
     assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, *wrong]) == 1
     assert "distributed-optimizer-is-adam-only" in capsys.readouterr().err
     # what a GPU can do is no fault of a login node
-    sharded = [
-        f"ddp.{name}=true" for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-    ]
+    names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    sharded = [f"ddp.{name}=true" for name in names]
     assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, "--recipe", "mxfp8", *sharded]) == 0

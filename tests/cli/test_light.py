@@ -26,17 +26,12 @@ def loaded_by(code: str) -> list[str]:
 POSIX = ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog")
 """Modules that Python has on POSIX systems alone."""
 PURE = [
-    ["list"],
-    ["show", "fp8_cs"],
-    ["plan", "--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--explain"],
-    ["check", "--recipe", "mxfp8", "--target", "b200"],
-    ["memory", "--config", "llama3_8b", "--target", "h100"],
+    ["list"], ["show", "fp8_cs"], ["plan", "--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--explain"],
+    ["check", "--recipe", "mxfp8", "--target", "b200"], ["memory", "--config", "llama3_8b", "--target", "h100"],
     ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "h100"],
-    ["export", "fp8_cs", "--to", "megatron-lm"],
-    ["import", "docs/stacks/examples/ds_config.json"],
-    ["compare", "fp8_cs", "mxfp8"],
-    ["train", "--help"],
-]
+    ["export", "fp8_cs", "--to", "megatron-lm"], ["import", "docs/stacks/examples/ds_config.json"],
+    ["compare", "fp8_cs", "mxfp8"], ["train", "--help"],
+]  # fmt: skip
 """One command of each verb that needs neither a framework nor a POSIX system."""
 
 

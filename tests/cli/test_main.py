@@ -97,9 +97,8 @@ def test_options_and_settings_may_stand_in_any_order(said):
     assert code == 0
     data = json.loads(out)
     assert data["recipe"] == "fp16_mixed"
-    assert {"optimizer.lr", "ddp.bucket_size", "train.seed"} <= {
-        k for k, v in data["origin"].items() if v == "the command line"
-    }
+    given = {k for k, v in data["origin"].items() if v == "the command line"}
+    assert {"optimizer.lr", "ddp.bucket_size", "train.seed"} <= given
 
 
 def test_list_shows_every_recipe_and_its_json_reads_back(said):
@@ -129,10 +128,11 @@ def test_plan_tells_what_becomes_of_a_mamba_layers_parameters(said):
     assert "Mamba" not in said("plan", "--config", "gpt_tiny")[1]
 
 
+MINE = "from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('{}')\n"
+
+
 def test_show_reads_files_and_functions(said, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('fp16')\n"
-    )
+    (tmp_path / "mine.py").write_text(MINE.format("fp16"))
     assert "fp16" in said("show", f"{tmp_path / 'mine.py'}:mine")[1]
     assert "grad_reduce_in_fp32  false" in said("show", "configs/recipes/bf16_grads.yaml")[1]
 
@@ -146,9 +146,7 @@ def test_diff_is_compare_which_shows_fields_and_meaning(said, tmp_path):
     assert "have the same fields" in said("diff", "bf16", "bf16_mixed")[1]
     data = json.loads(said("diff", "bf16_mixed", "fp16_mixed", "--json")[1])
     assert data["fields"]["params_dtype"] == ["bf16", "fp16"]
-    (tmp_path / "mine.py").write_text(
-        "from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('bf16')\n"
-    )
+    (tmp_path / "mine.py").write_text(MINE.format("bf16"))
     for words in (["diff"], ["compare", "--execute"]):  # a function, as diff always ran it
         assert "have the same fields" in said(*words, "bf16", f"{tmp_path}/mine.py:mine")[1]
 
@@ -204,13 +202,8 @@ def test_train_takes_the_world_from_torchrun_and_hands_over_the_run(monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert said("train", "--recipe", "fp16", "--emulate", "--audit", "warn", "train.train_iters=3")[0] == 0
     (run,) = runs
-    assert (run.world_size, run.recipe, run.emulate, run.train["audit"], run.train["micro_batch_size"]) == (
-        2,
-        "fp16_mixed",
-        True,
-        "warn",
-        4,
-    )
+    assert (run.world_size, run.recipe, run.emulate) == (2, "fp16_mixed", True)
+    assert (run.train["audit"], run.train["micro_batch_size"]) == ("warn", 4)
     assert run.facts.machine is not None
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert said("train")[0] == 2
@@ -235,28 +228,15 @@ def test_an_interrupt_is_no_traceback(monkeypatch, said):
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    done = subprocess.run(
-        f"{sys.executable} -m mpbridge list --json | head -c 10",
-        shell=True,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    command = f"{sys.executable} -m mpbridge list --json | head -c 10"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
 
 
 def test_the_script_and_the_module_are_the_command():
     for start in (["scripts/pretrain.py"], ["-m", "mpbridge", "train"]):
-        done = subprocess.run(
-            [sys.executable, *start, "train.train_iters=null"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = [sys.executable, *start, "train.train_iters=null"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2
         assert "train.train_iters is missing" in done.stderr
 
@@ -322,10 +302,8 @@ def test_help_shows_a_users_day_and_on_request_every_verb_with_its_summary(said)
 
 
 def test_plan_with_emulation_writes_the_high_precision_spelling(said):
-    writes = {
-        f"{w['target']}.{w['field']}"
-        for w in json.loads(said("plan", "--recipe", "fp8_cs", "--emulate", "--json")[1])["writes"]
-    }
+    found = json.loads(said("plan", "--recipe", "fp8_cs", "--emulate", "--json")[1])["writes"]
+    writes = {f"{w['target']}.{w['field']}" for w in found}
     assert "model.fp8" not in writes
     assert "model.bf16" in writes
 
@@ -343,9 +321,8 @@ def test_a_missing_module_is_named_with_who_imports_it(said, tmp_path, monkeypat
     monkeypatch.setattr("mpbridge.cli.list.run", lambda args: __import__("strangers_package"))
     code, _, text = said("list")
     assert code == 1
-    assert f"strangers_package ({tmp_path / 'strangers_package.py'}, line 1) imports no_such_dependency" in " ".join(
-        text.split()
-    )
+    where = f"strangers_package ({tmp_path / 'strangers_package.py'}, line 1)"
+    assert f"{where} imports no_such_dependency" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -357,84 +334,54 @@ def test_a_missing_module_is_named_with_who_imports_it(said, tmp_path, monkeypat
     ],
     ids=["muon", "low", "soap"],
 )  # fmt: skip
-def test_a_plan_says_who_trains_hidden_matrices_and_in_what(settings, rows, capsys):
-    main(
-        ["plan", "--recipe", "bf16_mixed", "--json", *(f"optimizer.{name}={value}" for name, value in settings.items())]
-    )
-    assert rows.items() <= json.loads(capsys.readouterr().out)["meaning"].items()
-    main(["plan", "--recipe", "bf16_mixed", "--json"])
-    assert not rows.keys() & json.loads(capsys.readouterr().out)["meaning"].keys()
+def test_a_plan_says_who_trains_hidden_matrices_and_in_what(settings, rows, said):
+    plan = ("plan", "--recipe", "bf16_mixed", "--json")
+    given = (f"optimizer.{name}={value}" for name, value in settings.items())
+    assert rows.items() <= json.loads(said(*plan, *given)[1])["meaning"].items()
+    assert not rows.keys() & json.loads(said(*plan)[1])["meaning"].keys()
 
 
-def test_a_plan_says_how_much_is_frozen_and_who_trains(capsys):
+def test_a_plan_says_how_much_is_frozen_and_who_trains(said):
     """By hand: rank 8 beside each of four layers' linears, 256 -> 768, 256 -> 256, 256 -> 2 x 1024 and 1024 -> 256."""
     adapters = 4 * 8 * (256 + 768 + 256 + 256 + 256 + 2048 + 1024 + 256)
-    main(["plan", "--config", "lora_tiny", "--json"])
-    said = json.loads(capsys.readouterr().out)["meaning"]
-    assert said["frozen"].endswith("parameters (*)")
-    assert said["trained"] == f"{adapters:,} parameters, {adapters:,} of them in adapters of rank 8, in fp32"
+    meaning = json.loads(said("plan", "--config", "lora_tiny", "--json")[1])["meaning"]
+    assert meaning["frozen"].endswith("parameters (*)")
+    assert meaning["trained"] == f"{adapters:,} parameters, {adapters:,} of them in adapters of rank 8, in fp32"
 
 
 @pytest.mark.parametrize(("engine", "needs"), [("mcore", True), ("fsdp2", False)])
-def test_check_says_that_an_optimizers_package_is_not_here(engine, needs, capsys, monkeypatch):
+def test_check_says_that_an_optimizers_package_is_not_here(engine, needs, said, monkeypatch):
     monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
-    main(
-        [
-            "check",
-            "--config",
-            "gpt_tiny",
-            "--recipe",
-            "fp32_params_bf16_compute",
-            "--json",
-            f"engine={engine}",
-            "optimizer.optimizer=muon",
-        ]
-    )
-    notes = json.loads(capsys.readouterr().out)["notes"]
-    assert (
-        any(note.startswith("to train: optimizer.optimizer=muon") and "Emerging-Optimizers" in note for note in notes)
-        is needs
-    )
+    muon = ("--recipe", "fp32_params_bf16_compute", f"engine={engine}", "optimizer.optimizer=muon")
+    notes = json.loads(said("check", "--config", "gpt_tiny", "--json", *muon)[1])["notes"]
+    lacks = [note for note in notes if note.startswith("to train: optimizer.optimizer=muon")]
+    assert any("Emerging-Optimizers" in note for note in lacks) is needs
 
 
-def test_check_names_what_the_recipe_overrides(capsys):
-    assert main(["check", "--recipe", "bf16_mixed", "--target", "h100", "--json", "model.fp8=hybrid"]) == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
+def test_check_names_what_the_recipe_overrides(said):
+    code, out, _ = said("check", "--recipe", "bf16_mixed", "--target", "h100", "--json", "model.fp8=hybrid")
+    assert code == 0
+    notes = json.loads(out)["notes"]
     assert [note for note in notes if note.startswith("overridden: model.fp8: was hybrid, becomes none")]
 
 
-def test_check_weighs_layouts_with_fewer_ranks_than_optimizer_instances(capsys):
+def test_check_weighs_layouts_with_fewer_ranks_than_optimizer_instances(said):
     sharded = ["ddp.use_distributed_optimizer=true", "ddp.num_distributed_optimizer_instances=2"]
-    assert main(["check", "--recipe", "bf16_mixed", "--target", "h100", "--world-size", "2", *sharded]) == 0
-    assert "valid  yes" in capsys.readouterr().out
+    code, out, _ = said("check", "--recipe", "bf16_mixed", "--target", "h100", "--world-size", "2", *sharded)
+    assert (code, "valid  yes" in out) == (0, True)
 
 
-def test_check_judges_the_machine_that_a_run_plays(capsys, monkeypatch):
+@pytest.mark.parametrize(("target", "cannot"), [("h100", True), ("b200", False)])
+def test_check_judges_the_machine_that_a_run_plays(said, monkeypatch, target, cannot):
     for module in ("cli._target", "settings.draft"):
         monkeypatch.setattr(f"mpbridge.{module}.played", lambda target, te: (machine(target or "h100"), ASSUMED))
-    said = {}
-    for target in ("h100", "b200"):
-        main(
-            [
-                "check",
-                "--config",
-                "gpt_tiny",
-                "--recipe",
-                "bf16_with_nvfp4_mixed",
-                "--json",
-                "emulate=te",
-                f"target={target}",
-            ]
-        )
-        said[target] = json.loads(capsys.readouterr().out)
-    assert {target: "machine-cannot-run-it" in str(found) for target, found in said.items()} == {
-        "h100": True,
-        "b200": False,
-    }
+    run = ("--config", "gpt_tiny", "--recipe", "bf16_with_nvfp4_mixed", "emulate=te", f"target={target}")
+    assert ("machine-cannot-run-it" in said("check", "--json", *run)[1]) is cannot
 
 
-def test_memory_of_a_played_machine_is_beside_bf16s(monkeypatch, capsys) -> None:
+def test_memory_of_a_played_machine_is_beside_bf16s(monkeypatch, said):
     release_or_skip("2.11")
     monkeypatch.setenv("MPBRIDGE_TE_PATH", os.pathsep.join(map(str, FOLDERS)))
     played = ["--emulate", "te", "--target", "b200", "--recipe", "bf16_with_fp8_current_scaling_mixed"]
-    assert main(["memory", "--config", "gpt_tiny", *played]) in (0, 1), capsys.readouterr().err
+    code, _, err = said("memory", "--config", "gpt_tiny", *played)
+    assert code in (0, 1), err

@@ -17,13 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHERS = tuple(version for version in ("3.11", "3.12", "3.13") if version != f"3.{sys.version_info.minor}")
 H100 = ("--recipe", "fp8_cs", "--target", "h100")
 ASKED = (
-    ("list",),
-    ("show", "nvfp4"),
-    ("plan", "--recipe", "mxfp8"),
-    ("check", "--config", "llama3_8b", *H100),
-    ("memory", "--config", "llama3_70b", *H100),
-    ("export", "fp8_cs", "--to", "megatron-lm"),
-)
+    ("list",), ("show", "nvfp4"), ("plan", "--recipe", "mxfp8"), ("check", "--config", "llama3_8b", *H100),
+    ("memory", "--config", "llama3_70b", *H100), ("export", "fp8_cs", "--to", "megatron-lm"),
+)  # fmt: skip
 
 
 @functools.cache

@@ -13,12 +13,10 @@ GOOD = {"recipe": "bf16_mixed", "step": 1, "stage": "live", "ok": True, "reason"
 BAD = GOOD | {"step": 9, "ok": False, "faults": ["params: promised bf16, found fp32"]}
 NAN = [*STEPS[:8], *({**row, "loss": "nan", "grad_norm": "nan"} for row in STEPS[8:])]
 RUNS = {
-    "healthy": (STEPS, [GOOD], True),
-    "a fact that is not as promised": (STEPS, [GOOD, BAD], False),
-    "not finite": (NAN, [GOOD], False),
-    "no audit": (STEPS, [], True),
+    "healthy": (STEPS, [GOOD], True), "a fact that is not as promised": (STEPS, [GOOD, BAD], False),
+    "not finite": (NAN, [GOOD], False), "no audit": (STEPS, [], True),
     "unproved": (STEPS, [GOOD | {"facts": {}}], True),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -28,10 +28,9 @@ def test_a_configuration_and_a_recipe_are_found_by_name_from_anywhere(
     monkeypatch.chdir(tmp_path)
     for name in ("gpt_tiny", "configs/gpt_tiny.yaml"):
         assert ConfigContainer.load(name) == ConfigContainer.load(ROOT / "configs/gpt_tiny.yaml")
+    shipped = get_mixed_precision_config(str(ROOT / "configs/recipes/fp8_mlp_only.yaml"))
     for name in ("fp8_mlp_only", "fp8-mlp-only", "configs/recipes/fp8_mlp_only.yaml"):
-        assert get_mixed_precision_config(name) == get_mixed_precision_config(
-            str(ROOT / "configs/recipes/fp8_mlp_only.yaml")
-        )
+        assert get_mixed_precision_config(name) == shipped
 
 
 def test_a_file_of_the_users_goes_before_one_that_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +91,8 @@ def test_the_folders_commands_are_about_its_own_recipe_and_model(
     commands = [line.partition("  #")[0].strip() for line in Path("README.md").read_text().split("```")[1].splitlines()]
     assert several in commands
     (asked,) = (command.split()[1:] for command in commands if command.startswith("mpbridge check"))
-    assert main([word.replace("YOUR_TEXT", "stdlib") for word in asked]) == (
-        config == "llama3_405b"
-    )  # which needs recomputation there
+    needs_recomputation = config == "llama3_405b"
+    assert main([word.replace("YOUR_TEXT", "stdlib") for word in asked]) == needs_recomputation
     assert any(command.endswith("--emulate") for command in commands) == (recipe == "nvfp4")
 
 
@@ -224,7 +222,5 @@ def test_what_follows_emulates_a_recipe_that_this_machine_does_not_run(tmp_path,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for recipe, words in (("bf16_mixed", ""), ("fp8_cs", " --emulate")):
         assert main(["init", recipe, "--recipe", recipe]) == 0
-        line = (
-            f"cd {recipe} && mpbridge check --config config.yaml{words} && mpbridge train --config config.yaml{words}"
-        )
-        assert f"next: {line}\n" in capsys.readouterr().out
+        check, train = (f"mpbridge {verb} --config config.yaml{words}" for verb in ("check", "train"))
+        assert f"next: cd {recipe} && {check} && {train}\n" in capsys.readouterr().out

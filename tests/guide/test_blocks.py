@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from mpbridge.common.probe import installed
 from tests.forked import python
 from tests.guide.test_docs import FENCE, ROOT
+from tests.scripts import loaded
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -75,33 +74,25 @@ def test_every_python_block_runs_as_it_stands(page, tmp_path):
     assert "step 5/5" in done.stdout, "the first example trains"
 
 
-def script(name):
-    """A script of scripts/, as a module."""
-    place = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "scripts" / name)
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return module
-
-
 def test_the_new_users_path_says_what_the_page_shows_until_it_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert script("evidence/first_walk.py").walk(tmp_path, "train") == []
+    assert loaded("evidence/first_walk").walk(tmp_path, "train") == []
 
 
 def test_the_walk_sees_an_output_that_is_another_one(tmp_path, monkeypatch):
-    walk = script("evidence/first_walk.py")
+    walk = loaded("evidence/first_walk")
     monkeypatch.setattr(walk, "steps", lambda: [("mpbridge list", "...\nfp31 ...")])
     assert [text.splitlines()[0] for text in walk.walk(tmp_path, "train")] == ["$ mpbridge list"]
 
 
 @pytest.mark.slow
 def test_the_new_users_path_says_what_the_page_shows_to_its_end(tmp_path):
-    assert script("evidence/first_walk.py").walk(tmp_path) == []
+    assert loaded("evidence/first_walk").walk(tmp_path) == []
 
 
 @pytest.mark.skipif(installed().megatron_core != "0.16.1", reason="the picture shows which megatron-core is installed")
 def test_the_picture_is_what_check_prints():
-    picture = script("generate/picture.py")
+    picture = loaded("generate/picture")
     assert picture.OUT.read_text(encoding="utf-8") == picture.drawn(), (
         "python scripts/generate/picture.py writes it anew"
     )

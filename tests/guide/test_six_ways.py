@@ -19,15 +19,11 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).with_name("six_ways")
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 WAYS = {
-    "rule": "A new rule",
-    "dtype_field": "A dtype field of a recipe",
-    "written_field": "A field that the recipe writes, such as `grad_reduce_in_fp32`",
-    "scaling": "A new scaling",
-    "engine": "A new engine",
-    "release": "Another version of megatron-core",
-    "optimizer": "An optimizer",
+    "rule": "A new rule", "dtype_field": "A dtype field of a recipe",
+    "written_field": "A field that the recipe writes, such as `grad_reduce_in_fp32`", "scaling": "A new scaling",
+    "engine": "A new engine", "release": "Another version of megatron-core", "optimizer": "An optimizer",
     "layer": "A kind of layer",
-}
+}  # fmt: skip
 """Patch -> the heading of its guide."""
 SCHEMA = "mpbridge/precision/megatron_spec/schema/{}.json"
 ROWS = ("dtype_field", "written_field", "release")

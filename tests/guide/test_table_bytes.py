@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +10,17 @@ import pytest
 
 from mpbridge.planning.memory.by_role import memory, total_parameters
 from tests.forked import ROOT, forked
+from tests.scripts import loaded
 
 QUICK = (
-    "bf16_mixed, distributed",
-    "precision-aware, rem",
-    "fp8 mom",
-    "emulated",
-    "bf16_params",
-    "bf16_megatron_fsdp with",
-)
+    "bf16_mixed, distributed", "precision-aware, rem", "fp8 mom", "emulated", "bf16_params", "bf16_megatron_fsdp with",
+)  # fmt: skip
 """Rows, by their first letters, that the default suite measures: each engine, each kind of main weights."""
-
-
-def loaded() -> Any:
-    spec = importlib.util.spec_from_file_location("table_bytes", ROOT / "scripts" / "evidence" / "table_bytes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["table_bytes"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    return loaded()
+    return loaded("evidence/table_bytes")
 
 
 def test_a_rule_is_read_as_it_is_written(script: Any) -> None:
@@ -55,7 +39,7 @@ def test_every_prediction_follows_its_rule(script: Any, ranks: int) -> None:
 
 
 def quick(out: Path) -> None:
-    made = loaded()
+    made = loaded("evidence/table_bytes")
     made.ROWS = [row for row in made.ROWS if row[0].startswith(QUICK)]
     made.measure(out)
 

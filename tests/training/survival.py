@@ -15,17 +15,10 @@ from mpbridge.training.base import Hook
 
 SEQ, VOCAB = 32, 64
 MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "vocab_size": VOCAB,
-    "max_sequence_length": SEQ,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ,
+    "hidden_dropout": 0.1, "attention_dropout": 0.1, "add_bias_linear": False, "position_embedding_type": "rope",
     "share_embeddings_and_output_weights": True,
-}
+}  # fmt: skip
 
 
 LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "ffn_hidden_size": 128}
@@ -63,12 +56,9 @@ def digest(training: Any) -> str:
     """sha256 over every parameter, main weight and moment of this rank, by name."""
     found = hashlib.sha256()
     keep = ("params", "main_params", "exp_avg", "exp_avg_sq")
+    tensors = [live for live in training.engine.tensors() if live.role in keep]
     # moments that were never updated are zeros, or not there yet: the same thing
-    tensors = [
-        live
-        for live in training.engine.tensors()
-        if live.role in keep and (live.tensor.any() or not live.role.startswith("exp"))
-    ]
+    tensors = [live for live in tensors if live.tensor.any() or not live.role.startswith("exp")]
     for live in sorted(tensors, key=lambda one: (one.role, one.parameter)):
         found.update(f"{live.role} {live.parameter} {live.tensor.dtype}".encode())
         found.update(live.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -143,22 +133,14 @@ def _rank(out: Path, specs: tuple[Mapping[str, Any], ...]) -> None:
     start_process_group(False)
     seen = []
     for spec in specs:
-        hooks = spec.get("hooks", ())
-        watch = go(
-            run(world=dist.get_world_size(), **{key: value for key, value in spec.items() if key != "hooks"}), *hooks
-        )
+        sections = dict(spec)
+        hooks = sections.pop("hooks", ())
+        watch = go(run(world=dist.get_world_size(), **sections), *hooks)
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, watch.digest)
-        seen.append(
-            {
-                "losses": {str(step): loss for step, loss in watch.losses.items()},
-                "digests": digests,
-                "recipes": watch.recipes,
-                "notes": {
-                    name: value for name, value in watch.summary.notes.items() if isinstance(value, (str, float))
-                },
-            }
-        )
+        losses = {str(step): loss for step, loss in watch.losses.items()}
+        notes = {name: value for name, value in watch.summary.notes.items() if isinstance(value, (str, float))}
+        seen.append({"losses": losses, "digests": digests, "recipes": watch.recipes, "notes": notes})
     if dist.get_rank() == 0:
         out.write_text(json.dumps(seen))
     dist.barrier()

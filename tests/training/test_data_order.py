@@ -17,12 +17,8 @@ REST = {"scheduler": {"lr_decay_iters": 10000}}
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("order")
-    pretrain(
-        tiny(
-            place, train={"eval_interval": None, "exit_interval": 3}, checkpoint={"save": str(place / "kept")}, **REST
-        ).resolved(),
-        quiet=True,
-    )
+    own = {"train": {"eval_interval": None, "exit_interval": 3}, "checkpoint": {"save": str(place / "kept")}}
+    pretrain(tiny(place, **own, **REST).resolved(), quiet=True)
     return place
 
 

@@ -61,12 +61,8 @@ def test_a_nonfinite_step_is_skipped_counted_and_logged(tmp_path, recipe):
 
 
 def test_a_nonfinite_step_stops_the_run(tmp_path):
-    watch = go(
-        run(
-            train={"nonfinite": "stop"}, checkpoint={"save": str(tmp_path / "kept")}, logger={"log_dir": str(tmp_path)}
-        ),
-        Poison(3),
-    )
+    kept, log = {"save": str(tmp_path / "kept")}, {"log_dir": str(tmp_path)}
+    watch = go(run(train={"nonfinite": "stop"}, checkpoint=kept, logger=log), Poison(3))
     assert sorted(watch.losses) == [1, 2, 3]
     assert watch.summary.stopped == "step 3 is not finite"
     assert store.saved(tmp_path / "kept")[0].step == 3
@@ -163,9 +159,8 @@ def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_pa
     kept = {"save": str(tmp_path), "load": str(tmp_path)}
     with forked(train, tmp_path, 1000, 0.05, None) as first:
         first.wait_for("step 1")
-        with pytest.raises(
-            CheckpointError, match=rf"process {first.pid} on {re.escape(socket.gethostname())} is saving its run"
-        ):
+        holder = rf"process {first.pid} on {re.escape(socket.gethostname())}"
+        with pytest.raises(CheckpointError, match=f"{holder} is saving its run"):
             go(run(checkpoint=kept))
         os.kill(first.pid, signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
@@ -221,16 +216,10 @@ def small_disk(tmp_path):
     """A file system of 2 MiB: room for one checkpoint of 1.2 MiB, not for two."""
     place = tmp_path / "disk"
     place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
     try:
-        mounted = (
-            subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
-            ).returncode
-            == 0
-        )
-    except OSError:
-        mounted = False
-    if not mounted:
+        subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         pytest.skip("no right to mount a file system here; the limit on file sizes above stands for it")
     yield place
     subprocess.run(["umount", str(place)], check=True)

@@ -81,10 +81,9 @@ def write(folder):
             "os.rename",
             "os.symlink",
             "shutil.rmtree",
-        ):  # what rmtree removes is named by its folder
-            opened.update(
-                os.path.realpath(os.fsdecode(part)) for part in args[:2] if isinstance(part, (str, bytes, os.PathLike))
-            )
+        ):  # which names the folder that it removes
+            paths = [part for part in args[:2] if isinstance(part, (str, bytes, os.PathLike))]
+            opened.update(os.path.realpath(os.fsdecode(part)) for part in paths)
 
     sys.dont_write_bytecode = True
     # the first to ask where temporary files go makes Python try the place out, and torch's compiler asks when it is loaded
@@ -94,14 +93,8 @@ def write(folder):
     stages = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
     kept = {"save": "run/kept", "load": "run/kept", "save_interval": 1, "keep_last": 2}
     for steps, background in ((3, False), (6, True)):
-        go(
-            run(
-                stages,
-                train={"exit_interval": steps},
-                checkpoint=kept | {"async_save": background},
-                logger={"log_dir": "run"},
-            )
-        )
+        how = {"train": {"exit_interval": steps}, "checkpoint": kept | {"async_save": background}}
+        go(run(stages, logger={"log_dir": "run"}, **how))
     print(json.dumps(sorted(opened)))
 
 
@@ -113,8 +106,5 @@ def test_nothing_is_written_outside_of_the_runs_folder(tmp_path, tmp_path_factor
     opened = json.loads(process.text.splitlines()[-1])
     inside = str((tmp_path / "run").resolve())
     assert any(path.startswith(inside) for path in opened)
-    outside = [
-        path for path in opened if not path.startswith(inside) and not path.startswith(("/dev/", "/proc/", compiler))
-    ]
-    assert not outside
+    assert not [path for path in opened if not path.startswith((inside, "/dev/", "/proc/", compiler))]
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]

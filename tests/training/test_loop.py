@@ -19,19 +19,9 @@ from mpbridge.training.loop import pretrain
 from tests.training.tiny import tiny, tiny_run
 
 ROW = [
-    "iteration",
-    "consumed_samples",
-    "loss",
-    "lr",
-    "grad_norm",
-    "loss_scale",
-    "applied",
-    "skipped_steps",
-    "nonfinite_steps",
-    "step_seconds",
-    "tokens_per_second",
-    "model_flops_per_second",
-]
+    "iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "applied", "skipped_steps",
+    "nonfinite_steps", "step_seconds", "tokens_per_second", "model_flops_per_second",
+]  # fmt: skip
 
 
 class Recorder(Hook):
@@ -80,16 +70,12 @@ def test_a_run_learns_and_leaves_its_files(tmp_path: Path, capsys: pytest.Captur
     assert summary.eval_loss < 3.5
     decided = json.loads((folder / "precision.json").read_text())
     assert decided["recipe"] == "bf16_mixed"
-    assert {(write["target"], write["field"]) for write in decided["writes"]} >= {
-        ("model", "bf16"),
-        ("ddp", "grad_reduce_in_fp32"),
-    }
+    written = {(write["target"], write["field"]) for write in decided["writes"]}
+    assert written >= {("model", "bf16"), ("ddp", "grad_reduce_in_fp32")}
     assert json.loads((folder / "summary.json").read_text())["iterations"] == 40
     shown = capsys.readouterr().out
-    assert all(
-        word in shown
-        for word in ("ddp.grad_reduce_in_fp32", "step 40/40", "loss scale", "tokens/s", "held-out loss", "summary")
-    )
+    for word in ("ddp.grad_reduce_in_fp32", "step 40/40", "loss scale", "tokens/s", "held-out loss", "summary"):
+        assert word in shown
 
 
 def test_hooks_are_told_everything_in_order(tmp_path: Path) -> None:
@@ -118,9 +104,8 @@ def test_a_hook_that_restores_counters_continues_the_run(tmp_path: Path) -> None
     pretrain(tiny_run(tmp_path, **frozen), hooks=[whole], quiet=True)
     pretrain(tiny_run(tmp_path, **frozen), hooks=[Restore(), rest], quiet=True)
     # weights hardly move at this rate (the audit says so), so equal losses mean equal data
-    assert [result.loss for result in rest.results] == pytest.approx(
-        [result.loss for result in whole.results[4:]], abs=1e-5
-    )
+    after, before = ([result.loss for result in results] for results in (rest.results, whole.results[4:]))
+    assert after == pytest.approx(before, abs=1e-5)
     assert [row["iteration"] for row in read(tmp_path / "run" / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
@@ -188,10 +173,8 @@ def test_a_summary_that_cannot_be_written_is_named_and_ends_no_run(
     from mpbridge.training.loop import write_summary
 
     (tmp_path / "summary.json").mkdir()
-    write_summary(
-        Summary(recipe="fp32", iterations=1, skipped=0, nonfinite=0, consumed_samples=1, first_loss=1.0, last_loss=1.0),
-        tmp_path,
-    )
+    counted = {"iterations": 1, "skipped": 0, "nonfinite": 0, "consumed_samples": 1}
+    write_summary(Summary(recipe="fp32", first_loss=1.0, last_loss=1.0, **counted), tmp_path)
     place = tmp_path / "summary.json"
     said = f"{place} cannot be written ({place} is a folder, expected a regular file: it is neither followed nor opened) and is incomplete"
     assert said in capsys.readouterr().err

@@ -57,9 +57,8 @@ def test_missing_or_wrong_train_iters_is_named(wrong: Any) -> None:
 
 
 def test_every_fault_of_the_schedule_is_named_at_once() -> None:
-    run = _run(
-        optimizer={"min_lr": 1.0}, lr_warmup_iters=50, lr_decay_iters=40, lr_decay_style="WSD", start_weight_decay=0.3
-    )
+    wrong = {"lr_warmup_iters": 50, "lr_decay_iters": 40, "lr_decay_style": "WSD", "start_weight_decay": 0.3}
+    run = _run(optimizer={"min_lr": 1.0}, **wrong)
     with pytest.raises(Contradiction) as error:
         scheduler_arguments(run)
     assert len(error.value.faults) == 4

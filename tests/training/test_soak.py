@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from tests.forked import forked
+from tests.scripts import loaded
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "evidence"
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the runs are forked")
 
 
@@ -23,10 +21,7 @@ def figures(name, function, arguments, settings, seconds):
 
 
 def _called(name, function, arguments, settings):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    print("figures", json.dumps(getattr(module, function)(*arguments, **settings)))
+    print("figures", json.dumps(getattr(loaded(f"evidence/{name}"), function)(*arguments, **settings)))
 
 
 @pytest.mark.parametrize(

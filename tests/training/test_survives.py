@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from mpbridge.cli.main import entry, main
-from mpbridge.common.errors import CheckpointError
+from mpbridge.common.errors import CheckpointError, Refused
 from mpbridge.common.report.metrics import read
+from mpbridge.training import loop, process
 from mpbridge.training.checkpoint import store
 from mpbridge.training.loop import pretrain
 from mpbridge.training.process import Signals
@@ -69,8 +70,6 @@ def test_under_torchrun_a_signal_that_comes_twice_at_once_does_not_insist(monkey
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_under_torchrun_a_launcher_that_is_gone_before_the_run_stands_is_noticed(monkeypatch, gone):
-    from mpbridge.training import process
-
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     if gone:  # another process than the one that started this one is the parent now
         monkeypatch.setattr(process, "_launcher", [os.getppid() + 1])
@@ -83,8 +82,6 @@ def test_under_torchrun_a_launcher_that_is_gone_before_the_run_stands_is_noticed
 
 
 def test_a_notice_that_comes_again_while_the_summary_is_written_ends_nothing(monkeypatch):
-    from mpbridge.training import loop
-
     real = loop.write_summary
 
     def noticed(*args):
@@ -131,12 +128,8 @@ def test_a_launcher_that_is_killed_takes_its_ranks_with_it_after_they_saved(tmp_
     script.write_text(RANK)
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = subprocess.Popen(
-        [*command, str(script), str(tmp_path / "kept"), str(log)],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
+    arguments = [str(script), str(tmp_path / "kept"), str(log)]
+    launcher = subprocess.Popen([*command, *arguments], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL)
     try:
         stop = time.monotonic() + 200
         while not log.exists() or len(log.read_text().splitlines()) < 6:
@@ -248,8 +241,6 @@ def shrinking(folder):
     kept = {"save": f"{folder}/kept", "load": f"{folder}/kept"}
     made = run(iters=6, checkpoint=kept, logger={"log_dir": str(folder)})
     # before the others: the limit is lifted before the checkpoint is written
-    import mpbridge.training.loop as loop
-
     default = loop.default_hooks
     loop.default_hooks = lambda *args: [Shrink(), *default(*args)]
     summary = pretrain(made, dataset=Text(), quiet=True)
@@ -288,9 +279,7 @@ def test_files_of_the_run_are_not_written_through_links(tmp_path, name):
     assert outside.read_text() == "precious\n"
 
 
-def test_a_failure_in_the_middle_ends_behind_a_checkpoint_that_is_marked(tmp_path):
-    from mpbridge.common.errors import Refused
-
+def test_a_failure_in_the_middle_ends_behind_a_checkpoint_that_is_marked(tmp_path, monkeypatch):
     class Fails(Hook):
         def stepped(self, training, result):
             if training.counters.iteration == 2:
@@ -300,23 +289,13 @@ def test_a_failure_in_the_middle_ends_behind_a_checkpoint_that_is_marked(tmp_pat
                 training.fail(Refused("audit: the weights of rank 1 stand still\nmore of it"))
 
     kept = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 1, "keep_last": 1}
-
-    class First(Fails):
-        """After statistics and audit, before the checkpointer."""
-
-    import mpbridge.training.loop as loop
-
     default = loop.default_hooks
-    loop.default_hooks = lambda *args: [*(made := default(*args))[:2], First(), *made[2:]]
-    try:
-        with pytest.raises(Refused, match="stand still"):
-            go(run(iters=6, checkpoint=kept))
-    finally:
-        loop.default_hooks = default
-    assert [(entry.step, store.audit_of(entry.path)) for entry in store.saved(tmp_path)] == [
-        (3, "suspect"),
-        (2, "good"),
-    ]
+    # after statistics and audit, before the checkpointer
+    monkeypatch.setattr(loop, "default_hooks", lambda *args: [*(made := default(*args))[:2], Fails(), *made[2:]])
+    with pytest.raises(Refused, match="stand still"):
+        go(run(iters=6, checkpoint=kept))
+    monkeypatch.undo()
+    assert {entry.step: store.audit_of(entry.path) for entry in store.saved(tmp_path)} == {3: "suspect", 2: "good"}
     assert store.last_good(tmp_path).step == 2
     assert store.locate(tmp_path).name == "step_00000002"
     resumed = go(run(iters=4, checkpoint=kept))

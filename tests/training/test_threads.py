@@ -20,12 +20,9 @@ def gloo() -> int:
 
 
 EXPERTS = {
-    "num_moe_experts": 2,
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "moe_aux_loss_coeff": 0.01,
+    "num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.01,
     "add_bias_linear": False,
-}
+}  # fmt: skip
 
 
 ROPE = {"position_embedding_type": "rope"}

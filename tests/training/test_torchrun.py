@@ -23,17 +23,8 @@ def _start(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     tiny(folder).dump(config)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-W", "ignore", *torchrun, "scripts/pretrain.py", "--config", str(config), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=840,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    where = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, capture_output=True, text=True, timeout=840, check=False, **where)
 
 
 def _losses(folder: Path) -> list[float]:

@@ -97,21 +97,14 @@ class Tensor:
     stride: tuple[int, ...]
     offset: int
 
-    @property
-    def contiguous_at(self) -> int | None:
-        """First byte of the elements if they are row-major and contiguous."""
-        expected = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        plain = all(side == 1 or a == b for side, a, b in zip(self.shape, self.stride, expected, strict=True))
-        return self.held.at + self.offset * WIDTHS[self.dtype] if plain else None
-
     def content(self) -> bytes:
         """The elements, row-major."""
         count, width = math.prod(self.shape), WIDTHS[self.dtype]
         if not count:
             return b""
-        at = self.contiguous_at
-        if at is not None:
-            self.held.stream.seek(at)
+        expected = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        if all(side == 1 or a == b for side, a, b in zip(self.shape, self.stride, expected, strict=True)):
+            self.held.stream.seek(self.held.at + self.offset * width)
             return self.held.stream.read(count * width)
         self.held.stream.seek(self.held.at)
         raw, places = self.held.stream.read(self.held.size), [self.offset]
@@ -217,9 +210,8 @@ def _from_bytes(data: Any, depth: int, budget: Budget) -> Any:
     if not isinstance(data, (bytes, bytearray)) or depth > DEEPEST:
         raise CheckpointError("archives nested too deeply")
     raw = bytes(data)
-    budget.spend(
-        len(raw) // 64 + 1000
-    )  # a pickle may name the same bytes again and again; opening an archive costs as much as that
+    # a pickle may name the same bytes again and again; opening an archive costs as much as that
+    budget.spend(len(raw) // 64 + 1000)
     if raw[:2] == b"PK":
         return load(BytesIO(raw), 0, len(raw), depth, budget)
     at, kept = 0, {}
@@ -228,9 +220,8 @@ def _from_bytes(data: Any, depth: int, budget: Budget) -> Any:
         if key[0] != "storage" or type(key[4]) is not int:
             raise CheckpointError("a missing storage")
         kept[key[2]] = _storage_dtype(key[1])
-        return StorageSlice(
-            BytesIO(raw), len(raw) - key[4] * WIDTHS[kept[key[2]]], key[4] * WIDTHS[kept[key[2]]], kept[key[2]]
-        )
+        size = key[4] * WIDTHS[kept[key[2]]]
+        return StorageSlice(BytesIO(raw), len(raw) - size, size, kept[key[2]])
 
     values = []
     for _ in range(5):  # magic number, protocol, the writer's machine, the object, its storages' keys

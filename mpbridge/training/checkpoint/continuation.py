@@ -6,18 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.common.errors import CheckpointError, UnknownName
 from mpbridge.common.formats import DType, dtype
 from mpbridge.planning.memory.keeps import keeps_of
 from mpbridge.precision.registry import describe
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import scheduler_arguments
 from mpbridge.training.checkpoint.format import STATE, Index, decoded, read_file
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, fingerprint, learned, read_fingerprint
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
 
 SOURCE = "source.json"
 """File in a checkpoint of converted weights that describes the folder they came from."""
@@ -66,12 +64,10 @@ def consent(saved: Fingerprint, run: Run) -> str:
     changes = differ(saved, wanted)
     stages = [wanted.with_policy(stage.policy, stage.recipe) for stage in run.stages[1:] and run.stages]
     known = any(not learned(saved, stage) for stage in stages) or saved.recipe in (accepted, _canonical(accepted))
+    if not changes or known:
+        return ""
     other = f", where checkpoint.accept={accepted} names another recipe" if accepted else ""
-    return (
-        ""
-        if not changes or known
-        else f"checkpoint: {changes}; to resume anyway: checkpoint.accept={saved.recipe}{other}"
-    )
+    return f"checkpoint: {changes}; to resume anyway: checkpoint.accept={saved.recipe}{other}"
 
 
 def differ(saved: Fingerprint, wanted: Fingerprint) -> str:
@@ -101,17 +97,12 @@ def schedule(run: Run, place: Path) -> str:
         return ""
     saved = (read_state(place).get("run") or {}).get("scheduler")
     own, batch = scheduler_arguments(run), int(run.train["global_batch_size"])
-    if not isinstance(saved, Mapping) or not all(
-        _plausible(saved[name], own[name]) for name in _SCHEDULE if name in saved
-    ):
+    if not isinstance(saved, Mapping):
         return ""  # loading says so
+    names = [name for name in _SCHEDULE if name in saved]
     constant = saved.get("wd_incr_style") == own["wd_incr_style"] == "constant"
-    changed = [
-        name
-        for name in _SCHEDULE
-        if name in saved and saved[name] != own[name] and not (constant and name == "wd_incr_steps")
-    ]
-    if not changed:
+    changed = [name for name in names if saved[name] != own[name] and not (constant and name == "wd_incr_steps")]
+    if not changed or not all(_plausible(saved[name], own[name]) for name in names):
         return ""
     said, kept = [], []
     for name in changed:

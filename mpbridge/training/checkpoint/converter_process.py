@@ -75,7 +75,6 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
 
 
 def _common_file(source: Path) -> Any:
-    """What `common.pt` holds, in the spelling of the state."""
     file = source / COMMON
     if not file.exists():
         objects = " or ".join(dict.fromkeys(name.partition("/")[0] for name in COMMON_OBJECTS))
@@ -128,9 +127,8 @@ def _metadata(file: Path) -> tuple[Entries, Places]:
             if entry.name.name == "BytesStorageMetadata":
                 entries[key] = "bytes"
                 continue
-            properties = _record_of(
-                _record_of(entry, "TensorStorageMetadata").get("properties"), "TensorProperties"
-            ).state
+            found = _record_of(entry, "TensorStorageMetadata").get("properties")
+            properties = _record_of(found, "TensorProperties").state
             dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
             entries[key] = (dtype_of(dtype), tuple(entry.get("size")))
         places: Places = {}
@@ -198,7 +196,9 @@ def confine(source: str, out: str) -> bool:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    return _landlock(libc, [(source, _READ), (out, _ALL), *((path, _READ) for path in _python())])
+    # modules may still be loaded
+    python = [path for path in {*sys.path, sys.prefix, sys.base_prefix} if path and os.path.isdir(path)]
+    return _landlock(libc, [(source, _READ), (out, _ALL), *((path, _READ) for path in python)])
 
 
 def _limit(source: str) -> None:
@@ -212,11 +212,6 @@ def _limit(source: str) -> None:
     ):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, value))
-
-
-def _python() -> list[str]:
-    """Folders from which modules may still be loaded."""
-    return [path for path in {*sys.path, sys.prefix, sys.base_prefix} if path and os.path.isdir(path)]
 
 
 def _landlock(libc: ctypes.CDLL, rules: list[tuple[str, int]]) -> bool:

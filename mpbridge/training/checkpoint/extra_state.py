@@ -26,23 +26,15 @@ LONGEST = 1 << 20
 """Steps of amax history, and more than any margin."""
 CUSTOM = "CustomRecipe"
 RECIPES = (
-    "DelayedScaling",
-    "Float8CurrentScaling",
-    "Float8BlockScaling",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    CUSTOM,
-)
+    "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", CUSTOM,
+)  # fmt: skip
 _MODULE = "transformer_engine.common.recipe"
 _PARTS = ("Format", "_FormatHelper", "MMParams", "QParams")
 _STATE = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", "scale_inv_fwd", "scale_inv_bwd")
 """Tensors of a module's state. Releases before 2.0 wrote the last two; nothing reads them today."""
 _VARIABLES: dict[str, Any] = {
-    "num_gemms": int,
-    "fp8_checkpoint": bool,
-    "fp8_max_fwd": (int, float),
-    "fp8_max_bwd": (int, float),
-}
+    "num_gemms": int, "fp8_checkpoint": bool, "fp8_max_fwd": (int, float), "fp8_max_bwd": (int, float),
+}  # fmt: skip
 """What a module's `fp8_meta` takes over from a state. The module updates that dictionary with whatever stands there, its process groups and recipes
 included, so a file decides these and no others (base.py, 2.11 to 2.20: `set_extra_state`)."""
 _GEMMS = 1 << 14
@@ -109,10 +101,9 @@ def as_module(data: Any, live: Any, *, format: str | None = None) -> Any:
         import transformer_engine.common.recipe as recipes
     except ImportError:
         return live  # an emulated run: nothing here has such a state, and what it loses is in the verdict
-    fields = data["recipe"].get("fields")
-    known = {
-        field: fields[field] for field in _FIELDS if isinstance(fields, Mapping) and type(fields.get(field)) is int
-    }
+    had_fields = data["recipe"].get("fields")
+    fields = had_fields if isinstance(had_fields, Mapping) else {}
+    known = {field: fields[field] for field in _FIELDS if type(fields.get(field)) is int}
     if any(not 0 <= value <= LONGEST for value in known.values()):
         raise CheckpointError(f"an extra state whose recipe has {known}")
     variables = _variables(data)

@@ -255,9 +255,8 @@ def read_index(folder: Path, listed: Mapping[str, Any]) -> Index:
 
     Raises CheckpointError naming the index if a piece is not inside a listed file and its tensor.
     """
-    return read_file(
-        folder / INDEX, lambda data: _index(data, {name: facts["bytes"] for name, facts in listed.items()})
-    )
+    room = {name: facts["bytes"] for name, facts in listed.items()}
+    return read_file(folder / INDEX, lambda data: _index(data, room))
 
 
 def _index(data: Any, room: Mapping[str, int]) -> Index:

@@ -18,6 +18,7 @@ from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables import size
 from mpbridge.numerics.observation.operations import unobserved
+from mpbridge.settings.container import Run
 from mpbridge.training.checkpoint import extra_state, state, store
 from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone
 from mpbridge.training.checkpoint.format import INDEX, STATE, encoded
@@ -27,8 +28,7 @@ from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, rea
 from mpbridge.training.checkpoint.writer import RankWrite, indexed, staged, write_common
 
 if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-    from mpbridge.training.base import Training
+    from mpbridge.training.base import Training  # which imports this package
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,12 +90,8 @@ def gather(training: Training) -> dict[str, Any]:
     state.join_remainders(contents, training.engine.optimizer)
     counters = training.counters
     data = {"consumed": counters.consumed, "mark": training.feed.mark(counters.consumed)}
-    contents["run"] = {
-        "counters": dataclasses.asdict(counters),
-        "scheduler": training.scheduler.state_dict(),
-        "data": data,
-        "second_moment": mean_second(training.engine),
-    }
+    kept = {"counters": dataclasses.asdict(counters), "scheduler": training.scheduler.state_dict(), "data": data}
+    contents["run"] = kept | {"second_moment": mean_second(training.engine)}
     return contents | {"rng": random_entry(random_states())}
 
 
@@ -125,11 +121,9 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False, weigh
             with _together():
                 _resume_plain(training, plain, contents, same_layout=found.parallel == own.parallel)
             moment = None if answer.kind == "weights only" else plain.get("second_moment")
-            return dataclasses.replace(
-                answer,
-                notes=(*answer.notes, *_other_data(training, plain["data"])),
-                second_moment=moment if isinstance(moment, float) else None,
-            )
+            moment = moment if isinstance(moment, float) else None
+            notes = (*answer.notes, *_other_data(training, plain["data"]))
+            return dataclasses.replace(answer, notes=notes, second_moment=moment)
 
 
 def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bool) -> Verdict:
@@ -178,9 +172,9 @@ def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
         raise Refused(f"{path}: {asks}")
     if answer.kind == "refused" or (answer.kind == "weights only" and not reset):
         raise Refused(f"{path} cannot be resumed in {run.recipe}: " + "\n".join(answer.lines()))
-    return (
-        answer.without_states("it was requested (checkpoint.reset_optimizer)") if reset and answer.goes_on else answer
-    )
+    if reset and answer.goes_on:
+        return answer.without_states("it was requested (checkpoint.reset_optimizer)")
+    return answer
 
 
 def _look(path: Path) -> Fingerprint | None:
@@ -215,9 +209,8 @@ def _together() -> Iterator[None]:
 def _run_state(contents: Contents) -> Mapping[str, Any]:
     """A checkpoint's counters, schedule and data position, checked for plausibility. Raises CheckpointError naming the file."""
     file, found = contents.folder / STATE, contents.common().get("run")
-    if not isinstance(found, Mapping) or not all(
-        isinstance(found.get(name), Mapping) for name in ("counters", "scheduler", "data")
-    ):
+    parts = ("counters", "scheduler", "data")
+    if not isinstance(found, Mapping) or not all(isinstance(found.get(name), Mapping) for name in parts):
         raise CheckpointError(f"{file} has no counters: it was not written by mpbridge")
     counters, data = found["counters"], found["data"]
     names = set(_COUNTERS)
@@ -230,22 +223,17 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
     for name, number in numbers.items():
         if type(number) is not int or not 0 <= number <= store.LAST_STEP * MOST_SAMPLES_A_STEP:
             raise CheckpointError(f"{file}: {name}={str(number)[:40]}, expected a count")
-    steps, samples = counters["iteration"], counters["consumed"]
-    if (
-        steps != contents.step
-        or not steps <= samples <= max(steps, 1) * MOST_SAMPLES_A_STEP
-        or samples > counters["tokens"]
-    ):
-        raise CheckpointError(
-            f"{file}: iteration={steps}, consumed={samples}, tokens={counters['tokens']} after step {contents.step}, which no run can have"
-        )
+    steps, samples, tokens = (counters[name] for name in ("iteration", "consumed", "tokens"))
+    if steps != contents.step or not steps <= samples <= max(steps, 1) * MOST_SAMPLES_A_STEP or samples > tokens:
+        had = f"iteration={steps}, consumed={samples}, tokens={tokens} after step {contents.step}"
+        raise CheckpointError(f"{file}: {had}, which no run can have")
     if not isinstance(data.get("mark"), str):
         raise CheckpointError(f"{file}: data.mark is not text")
     return found
 
 
 _COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
-"""Names of the fields of train.metrics.Counters."""
+"""Names of the fields of training.base.Counters."""
 
 
 def _take_up(training: Training, contents: Contents, *, weights_only: bool, exactly: bool = False) -> None:
@@ -297,7 +285,7 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
         # megatron-core adds the saved steps to those taken so far, so a rollback would advance the schedule too far
         training.scheduler.num_steps = 0
         training.scheduler.load_state_dict(schedule)
-    except AssertionError as error:
+    except AssertionError as error:  # only with checkpoint.reset_optimizer: else `continuation.faults` says it first
         raise CheckpointError(
             f"{contents.folder} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or choose one: "
             "scheduler.override_opt_param_scheduler=true (this run's) or scheduler.use_checkpoint_opt_param_scheduler=true"

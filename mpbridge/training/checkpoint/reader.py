@@ -185,10 +185,8 @@ def _run(source: Path, out: Path, whose: str) -> None:
             process.kill()
             raise
     if code := process.returncode:
-        text, ended = (
-            said.decode(errors="replace").strip(),
-            signal.Signals(-code).name if code < 0 else f"exit code {code}",
-        )
+        text = said.decode(errors="replace").strip()
+        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         if code == 1 and text:
             raise CheckpointError(text.splitlines()[-1][:2000])
         # a process that was killed or failed unexpectedly has no message of its own

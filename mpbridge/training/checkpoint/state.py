@@ -86,19 +86,15 @@ def stored_dtypes(state: Mapping[str, Any]) -> dict[str, str]:
 def _role(key: str) -> str:
     if key.startswith(MAIN):
         return "main_params"
-    return next(
-        (role for prefix, role in MOMENTS.items() if key.startswith(prefix)),
-        "params" if is_model_key(key) else key.partition(".")[0],
-    )
+    other = "params" if is_model_key(key) else key.partition(".")[0]
+    return next((role for prefix, role in MOMENTS.items() if key.startswith(prefix)), other)
 
 
 def parts_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """State dicts of the single optimizers in a chained one."""
     if "param_groups" in optimizer or "optimizer" in optimizer:
         return [dict(optimizer)]
-    return [
-        dict(part) for _, part in sorted(optimizer.items(), key=lambda item: str(item[0])) if isinstance(part, Mapping)
-    ]
+    return [dict(optimizer[name]) for name in sorted(optimizer, key=str) if isinstance(optimizer[name], Mapping)]
 
 
 def join_remainders(state: Mapping[str, Any], optimizer: Any) -> None:
@@ -144,10 +140,8 @@ def _put(leaf: Any, tensor: torch.Tensor) -> None:
 def _remainders(state: Mapping[str, Any], optimizer: Any) -> Iterator[tuple[tuple[Path, Any], tuple[Path, Any]]]:
     if not any(map(_hands_out_halves, parts(optimizer))):
         return
-    models = {
-        _place(leaf, leaf.key): (path, leaf)
-        for path, leaf in walk({name: part for name, part in state.items() if name.startswith("model")})
-    }
+    model = walk({name: part for name, part in state.items() if name.startswith("model")})
+    models = {_place(leaf, leaf.key): (path, leaf) for path, leaf in model}
     for path, leaf in walk({"optimizer": state.get("optimizer")}):
         if leaf.key.startswith(MAIN) and models[_place(leaf, _bare(leaf.key))][1].data.dtype is torch.bfloat16:
             yield models[_place(leaf, _bare(leaf.key))], (path, leaf)
@@ -270,15 +264,10 @@ def _part(
     inner = dict(fresh["optimizer"]) | {"param_groups": merged}
     if "state" in inner:
         inner["state"] = loaded.get("optimizer", {}).get("state", {}) | step
-    whole = (
-        {name: value for name, value in fresh.items() if name not in ("optimizer", "grad_scaler")}
-        | loaded
-        | {"optimizer": inner}
-    )
-    if scaler is not None and "grad_scaler" in fresh:
-        whole["grad_scaler"] = scaler
-    elif "grad_scaler" in fresh:
-        whole["grad_scaler"] = fresh["grad_scaler"]
+    whole = {name: value for name, value in fresh.items() if name not in ("optimizer", "grad_scaler")} | loaded
+    whole["optimizer"] = inner
+    if "grad_scaler" in fresh:
+        whole["grad_scaler"] = fresh["grad_scaler"] if scaler is None else scaler
     return whole
 
 

@@ -58,9 +58,8 @@ def saved(folder: Path) -> list[Saved]:
     """Every sealed checkpoint in `folder`, newest first; links are not followed."""
     if not folder.is_dir():
         return []
-    found = (
-        (entry, _NAME.match(entry.name)) for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()
-    )
+    folders = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
+    found = ((entry, _NAME.match(entry.name)) for entry in folders)
     return sorted((Saved(step=int(match[1]), path=entry) for entry, match in found if match), key=lambda s: -s.step)
 
 
@@ -204,11 +203,8 @@ def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> lis
     if not keep_last:
         return []
     good = last_good(folder)
-    gone = [
-        entry
-        for entry in saved(folder)[keep_last:]
-        if entry != good and not (keep_every and entry.step % keep_every == 0)
-    ]
+    older = saved(folder)[keep_last:]
+    gone = [one for one in older if one != good and not (keep_every and one.step % keep_every == 0)]
     for entry in gone:
         _drop(entry.path)
     return gone
@@ -254,11 +250,6 @@ def write_whole(file: Path, text: str) -> None:
     finally:
         partial.unlink(missing_ok=True)
     _sync(file.parent)
-
-
-def size(path: Path) -> int:
-    """Total size of a checkpoint's files in bytes."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _text(manifest: Mapping[str, Any]) -> str:

@@ -73,12 +73,8 @@ class Fingerprint:
 
     def as_data(self) -> dict[str, Any]:
         """The fingerprint as JSON types, with a schema number."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return (
-            {"schema": SCHEMA}
-            | plain
-            | {"policy": self.policy.as_data(), "layout": self.layout(), "sha256": self.policy.fingerprint()}
-        )
+        data = {"schema": SCHEMA} | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return data | {"policy": self.policy.as_data(), "layout": self.layout(), "sha256": self.policy.fingerprint()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Fingerprint:
@@ -87,16 +83,13 @@ class Fingerprint:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise CheckpointError(f"fingerprint of schema {found!r}: this mpbridge reads schema {SCHEMA}")
         try:
-            facts = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name != "function"} | {
-                "function": data.get("function") or {}
-            }
+            facts = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name != "function"}
+            facts["function"] = data.get("function") or {}
             if shapeless := [name for name in _TABLES if not isinstance(facts[name], Mapping)]:
                 raise TypeError(f"{', '.join(shapeless)}: expected a table")
             if "mamba" in facts["shape"]:  # how checkpoints of November 2026 call the sizes of a hybrid's parts
-                facts["shape"] = {
-                    ("sizes" if name == "mamba" else name): value for name, value in facts["shape"].items()
-                }
-                facts["shape"]["sizes"] = facts["shape"]["sizes"] or {}
+                shape = dict(facts["shape"])
+                facts["shape"] = {"sizes": shape.pop("mamba") or {}, **shape}
             return cls(**(facts | {"policy": PrecisionPolicy.from_data(data["policy"])}))
         except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error
@@ -115,20 +108,17 @@ class Fingerprint:
             for role, held in self.kept().items()
             if held.view_of is None
         }
-        stored = [
-            region for region in self.policy.as_data()["regions"] if region["quant"] and region["quant"]["stored"]
-        ]
+        regions = self.policy.as_data()["regions"]
+        stored = [region for region in regions if region["quant"] and region["quant"]["stored"]]
         return {"roles": roles, "stored_formats": stored}
 
     def with_policy(self, policy: PrecisionPolicy, recipe: str, engine: str | None = None) -> Fingerprint:
         """The same run with another recipe (and engine): `policy` resolved with this run's optimizer section."""
         settled, engine = policy.settled(self.optimizer_section), engine or self.engine
         asked = _FAMILY.get(self.optimizer, self.optimizer)
-        optimizer = updater(asked, settled, traits(engine))
-        random = self.random or _stochastic(settled)
-        return dataclasses.replace(
-            self, policy=settled, recipe=recipe, engine=engine, optimizer=optimizer, random=random
-        )
+        made = dataclasses.replace(self, policy=settled, recipe=recipe, engine=engine)
+        optimizer, random = updater(asked, settled, traits(engine)), self.random or _stochastic(settled)
+        return dataclasses.replace(made, optimizer=optimizer, random=random)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,10 +229,8 @@ def _unusable_states(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         return [f"other parameters are trained: {had} was frozen in the checkpoint, {gets} in the run: {reset}"]
     if _FAMILY.get(saved.optimizer, saved.optimizer) == _FAMILY.get(wanted.optimizer, wanted.optimizer):
         return []
-    return [
-        f"{wanted.optimizer} cannot use the states of {saved.optimizer}: keep optimizer.optimizer={saved.optimizer}, "
-        f"or {reset}"
-    ]
+    keep = f"keep optimizer.optimizer={saved.optimizer}"
+    return [f"{wanted.optimizer} cannot use the states of {saved.optimizer}: {keep}, or {reset}"]
 
 
 def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
@@ -283,11 +271,8 @@ def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
             notes.append(f"the same weights in another model: {name} {saved.function[name]} -> {gets}")
     if saved.optimizer == wanted.optimizer:
         had, gets = (one.optimizer_section for one in (saved, wanted))
-        notes += [
-            f"other updates: {name} {had[name]} -> {gets.get(name)}"
-            for name in _changed(had, gets)
-            if name not in _OPTIMIZER_FIELDS
-        ]
+        others = [name for name in _changed(had, gets) if name not in _OPTIMIZER_FIELDS]
+        notes += [f"other updates: {name} {had[name]} -> {gets.get(name)}" for name in others]
     before, now = (one.shape.get("seq_length") for one in (saved, wanted))
     return notes + ([f"sequence length {before} -> {now}"] if before != now else [])
 
@@ -298,10 +283,9 @@ def learned(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     if not changed:
         return []
     skips = wanted.policy.loss_scale.skips() if _dynamic(wanted.policy) and wanted.policy.loss_scale is not None else 0
-    waits = (
-        [f"up to {skips} steps are skipped until the loss scale fits"] if skips and not _dynamic(saved.policy) else []
-    )
-    return [f"{', '.join(changed)} differ", *(f"lost: {text}" for text in _lost(saved, wanted)), *waits]
+    found = [f"{', '.join(changed)} differ", *(f"lost: {text}" for text in _lost(saved, wanted))]
+    waits = [f"up to {skips} steps are skipped until the loss scale fits"]
+    return found + (waits if skips and not _dynamic(saved.policy) else [])
 
 
 def _policy_notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
@@ -312,10 +296,9 @@ def _policy_notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         notes.append(f"recipe {saved.recipe} -> {wanted.recipe}: {', '.join(changed)} differ")
     if _history(b) and _history(a) != _history(b):
         notes.append("the amax history of delayed scaling starts empty")
-    if _dynamic(b) and not _dynamic(a):
-        scale = b.loss_scale.initial if b.loss_scale is not None else 0.0
-        skips = b.loss_scale.skips() if b.loss_scale is not None else 0
-        notes.append(f"the loss scale starts at {scale:g}: up to {skips} steps are skipped until it fits")
+    if b.loss_scale is not None and _dynamic(b) and not _dynamic(a):
+        skips = f"up to {b.loss_scale.skips()} steps are skipped until it fits"
+        notes.append(f"the loss scale starts at {b.loss_scale.initial:g}: {skips}")
     return notes
 
 

@@ -87,7 +87,9 @@ def write(folder: Path, rank: int, load: Load) -> None:
             except RuntimeError as error:
                 # behind a write that failed torch 2.6 closes its archive, which fails in other words
                 raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-            at = _payload(stream, start, out.tell(), data.numel() * data.element_size())
+            at, found = members(stream, start, out.tell())["data/0"]
+            assert found == data.numel() * data.element_size()
+            stream.seek(out.tell())
             entry = part["tensors"].setdefault(key, {"dtype": _name(data.dtype), "shape": list(shape), "pieces": []})
             entry["pieces"].append([at, list(offset), list(data.shape), start, out.tell() - start])
         for key, raw in load.objects.items():
@@ -114,13 +116,8 @@ def _own_storage(data: torch.Tensor) -> torch.Tensor:
 
 
 class _Summed(io.RawIOBase):
-    """Writes through to a file, with its sha256."""
-
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream, self.digest, self.at = stream, hashlib.sha256(), 0
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         self.stream.write(data)
@@ -136,14 +133,6 @@ class _Summed(io.RawIOBase):
         """Writes zeros up to the next multiple of ALIGN, and returns that position."""
         self.write(bytes(-self.at % ALIGN))
         return self.at
-
-
-def _payload(stream: IO[bytes], start: int, stop: int, size: int) -> int:
-    """Position of the elements in the archive that torch.save just wrote."""
-    at, found = members(stream, start, stop)["data/0"]
-    assert found == size
-    stream.seek(stop)
-    return at
 
 
 class RankWrite:
@@ -235,10 +224,9 @@ def indexed(partial: Path, ranks: int) -> dict[str, Any]:
 def write_common(folder: Path, common: Mapping[str, Any]) -> None:
     """`common.pt`, which megatron-core loads first, and the name of the format."""
     torch.save(dict(common), folder / COMMON)
-    names = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-    (folder / CONFIG).write_text(
-        json.dumps(names | {"sharded_backend_version": 1, "common_backend_version": 1}), encoding="utf-8"
-    )
+    names: dict[str, Any] = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    names |= {"sharded_backend_version": 1, "common_backend_version": 1}
+    (folder / CONFIG).write_text(json.dumps(names), encoding="utf-8")
 
 
 def _write_metadata(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from mpbridge.backend.devices.collectives import on_first_rank
-from mpbridge.common.errors import BadValue, DataError
+from mpbridge.backend.engines.contract import Batch
+from mpbridge.common.errors import DataError
 from mpbridge.common.files import ProgressCallback, lock
 from mpbridge.common.report.console import rank
 from mpbridge.common.report.progress import bar
+from mpbridge.settings.container import Run
 from mpbridge.settings.training import SPLITS, split_shares, train_iters
-from mpbridge.training.data.look import nothing_left, pair_index, too_small
+from mpbridge.training.data.look import HEADER, nothing_left, pair_index, too_small
 from mpbridge.training.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.training.data.sources import find, tokenizer
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import Batch
-    from mpbridge.settings.container import Run
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -66,7 +64,9 @@ class Feed:
             return self._streamed(self.dataset, consumed, micro, dp_rank, dp_size)
         if split not in self._opened:
             assert self.corpus is not None
-            self._opened[split] = self.corpus.dataset(split, self._samples(split))
+            train = self.run.train
+            steps = train_iters(train) if split == "train" else int(train.get("eval_iters") or 1)
+            self._opened[split] = self.corpus.dataset(split, steps * int(train["global_batch_size"]))
         return self._indexed(self._opened[split], consumed, micro, dp_rank, dp_size)
 
     def mark(self, consumed: int) -> str:
@@ -81,13 +81,6 @@ class Feed:
         for index in (0, consumed // 2, consumed - 1):
             found.update(dataset[index % len(dataset)]["tokens"].numpy().tobytes())
         return found.hexdigest()[:16]
-
-    def _samples(self, split: str) -> int:
-        train = self.run.train
-        steps = train_iters(train)
-        if split != "train":
-            steps = int(train.get("eval_iters") or 1)
-        return steps * int(train["global_batch_size"])
 
     def _indexed(self, dataset: Any, consumed: int, micro: int, rank: int, size: int) -> Iterator[Batch]:
         length = len(dataset)
@@ -175,11 +168,14 @@ class Corpus:
         from megatron.core.datasets.gpt_dataset import GPTDataset
 
         place = SPLITS.index(split)
-        prefixes, weights = self._pairs(split)
+        own = split == "train" or not self.held_out
+        prefixes, weights = (self.prefixes, self.weights) if own else (self.held_out, None)
         config, sizes = self._config(prefixes, weights, split), [0, 0, 0]
         config.split_matrix = [matrix if at == place else None for at, matrix in enumerate(config.split_matrix)]
         sizes[place] = samples
-        self._some_text(prefixes, split, config.split_matrix[place])
+        for index in map(pair_index, prefixes):  # without a single token the library would loop forever
+            if not index.holds_tokens(config.split_matrix[place]):
+                raise DataError(nothing_left(self.split, split, index.prefix, index.sequences))
         with _some_group(len(prefixes) > 1), _alone(Path(config.path_to_cache)):
             try:
                 return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
@@ -191,16 +187,11 @@ class Corpus:
                 text = f"the sample index under {config.path_to_cache} cannot be used ({cause}); make room there, delete that folder, "
                 raise DataError(text + "or name another with data.cache_dir=...") from error
 
-    def _pairs(self, split: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-        if split != "train" and self.held_out:
-            return self.held_out, None
-        return self.prefixes, self.weights
-
     def _config(self, prefixes: tuple[str, ...], weights: tuple[float, ...] | None, split: str) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
         # without weights the library builds one epoch of a blend, regardless of the requested number
-        relative = None if len(prefixes) == 1 else list(weights or (float(_lengths(p).sum()) for p in prefixes))
+        relative = None if len(prefixes) == 1 else list(weights or map(_tokens, prefixes))
         # with separate validation text, each text is used whole
         whole = ",".join("100" if name == split else "0" for name in SPLITS)
         return GPTDatasetConfig(
@@ -216,25 +207,11 @@ class Corpus:
             create_attention_mask=False,
         )
 
-    def _some_text(self, prefixes: tuple[str, ...], split: str, span: tuple[float, float] | None) -> None:
-        """Raises DataError for a split without a single token, on which the library would loop forever."""
-        for prefix in prefixes:
-            lengths = _lengths(prefix)
-            start, end = (round(edge * len(lengths)) for edge in span or (0.0, 0.0))
-            if not lengths[start:end].sum():
-                raise DataError(nothing_left(self.split, split, prefix, len(lengths)))
 
-
-def _lengths(prefix: str) -> Any:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    pair_index(prefix)  # the library maps any file without checking it
-    try:
-        index = IndexedDataset(prefix, multimodal=False)
-        # a copy: the library unmaps the file when the dataset is freed, which would leave its array dangling
-        return np.array(index.sequence_lengths)
-    except Exception as error:
-        raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
+def _tokens(prefix: str) -> float:
+    """Number of tokens of a pair. Raises DataError."""
+    lengths = np.fromfile(f"{prefix}.idx", dtype="<i4", count=pair_index(prefix).sequences, offset=HEADER.size)
+    return float(lengths.sum())
 
 
 def open_corpus(
@@ -248,17 +225,19 @@ def open_corpus(
 ) -> Corpus:
     """The corpus that a run's data section names. Collective: rank 0 prepares it while the other ranks wait.
 
-    vocab_size: the model's; a tokenizer with a larger one is refused. code: whether the tokenizer may be a function. Raises DataError, on every rank if
-    rank 0 failed.
+    vocab_size: the model's; a tokenizer with a larger one is refused. code: whether the tokenizer may be a function. Raises BadValue for a split that
+    is none, DataError, on every rank if rank 0 failed.
     """
     tok = tokenizer(str(data.get("tokenizer") or "byte"), data.get("end_of_text"), code=code)
     if vocab_size is not None and tok.vocab_size > vocab_size:
         raise DataError(too_small(vocab_size, tok.vocab_size))
+    split = data.get("split") or "98,1,1"
+    split_shares(split)  # raises BadValue
     ready = on_first_rank(lambda: _ready(data, told))
     return Corpus(
         tokenizer=tok,
         seq_length=seq_length,
-        split=_split(data.get("split") or "98,1,1"),
+        split=split if isinstance(split, str) else ",".join(map(str, split)),
         seed=seed,
         cache=str(cache_folder(data.get("cache_dir"))),
         **ready,
@@ -280,15 +259,11 @@ def _ready(data: Mapping[str, Any], told: ProgressCallback) -> dict[str, Any]:
         pairs, prepared = _prepared(group, data, told)
         prefixes, done = [*prefixes, *pairs], [*done, *prepared]
         if weight is not None:
-            lengths = [float(_lengths(prefix).sum()) for prefix in pairs]
+            lengths = [_tokens(prefix) for prefix in pairs]
             shares += [weight * length / sum(lengths) for length in lengths]
     valid, prepared = _prepared(held_out, data, told) if held_out else ((), ())
-    return {
-        "prefixes": tuple(prefixes),
-        "weights": tuple(shares) or None,
-        "held_out": valid,
-        "prepared": (*done, *prepared),
-    }
+    found = {"prefixes": tuple(prefixes), "weights": tuple(shares) or None, "held_out": valid}
+    return found | {"prepared": (*done, *prepared)}
 
 
 def _prepared(
@@ -308,14 +283,6 @@ def _prepared(
         told=told,
     )
     return done.prefixes, (done,)
-
-
-def _split(given: str | Sequence[float]) -> str:
-    try:
-        split_shares(given)
-    except BadValue as error:
-        raise DataError(str(error)) from None
-    return given if isinstance(given, str) else ",".join(map(str, given))
 
 
 @contextmanager

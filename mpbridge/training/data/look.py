@@ -3,12 +3,10 @@ the header of a finished .bin/.idx pair, so that damage is reported before a lib
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import re
 import struct
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +109,7 @@ def _usable(key: str, value: Any, read: int) -> Iterator[Text | Skip]:
 
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 _BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Code of a dtype in the index -> bytes of a token. Source of the format: megatron/core/datasets/indexed_dataset.py, version 1."""
 
@@ -125,21 +123,13 @@ class PairIndex:
     documents: int
     """One more than the number of documents: the end of the last one is included."""
 
-    def lengths(self, start: int, stop: int) -> array.array[int]:
-        """Lengths, in tokens, of the sequences `start` to `stop`."""
-        found = array.array("i")
-        with open(f"{self.prefix}.idx", "rb") as stream:
-            stream.seek(_HEADER.size + 4 * start)
-            found.frombytes(stream.read(4 * max(0, stop - start)))
-        if sys.byteorder == "big":
-            found.byteswap()
-        return found
-
     def holds_tokens(self, share: tuple[float, float] | None) -> bool:
         """Whether the sequences of that share of the pair (None: no share) have any token."""
-        start, stop = (round(edge * self.sequences) for edge in share or (0.0, 0.0))
-        step = 1 << 20
-        return any(any(self.lengths(at, min(at + step, stop))) for at in range(start, stop, step))
+        start, stop = (4 * round(edge * self.sequences) for edge in share or (0.0, 0.0))
+        step = 1 << 22
+        with open(f"{self.prefix}.idx", "rb") as stream:
+            stream.seek(HEADER.size + start)  # of their lengths, four bytes each
+            return any(any(stream.read(min(step, stop - at))) for at in range(start, stop, step))
 
 
 def pair_index(prefix: str) -> PairIndex:
@@ -148,15 +138,15 @@ def pair_index(prefix: str) -> PairIndex:
     try:
         size, data = place.stat().st_size, Path(f"{prefix}.bin").stat().st_size
         with place.open("rb") as stream:
-            front = stream.read(_HEADER.size)
+            front = stream.read(HEADER.size)
     except OSError as error:
         raise DataError(f"{error.filename or place} cannot be read: {error.strerror}") from None
-    magic, version, code, sequences, documents = _HEADER.unpack(front.ljust(_HEADER.size, b"\0"))
+    magic, version, code, sequences, documents = HEADER.unpack(front.ljust(HEADER.size, b"\0"))
     if magic != _MAGIC or version != 1 or code not in _BYTES:
         raise DataError(
             f"{place} is not an index of megatron-core's .bin/.idx format (version 1): preprocess the text again"
         )
-    needed = _HEADER.size + 12 * sequences + 8 * documents
+    needed = HEADER.size + 12 * sequences + 8 * documents
     if size < needed:
         raise DataError(
             f"{place} has {size:,} bytes, its header requires {needed:,}: it is truncated; pack the text again"

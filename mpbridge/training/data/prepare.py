@@ -233,34 +233,13 @@ def _tokens(text: str, tok: Any, piece: int, line_end: Sequence[int] | None) -> 
     return list(cut(found, most, line_end))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairFigures:
-    """Figures of one .bin/.idx pair."""
-
-    prefix: str
-    documents: int
-    sequences: int
-    tokens: int
-    dtype: str
-    bytes: int
-    """Size of the .bin."""
-    shortest: int
-    median: int
-    longest: int
-    """Tokens in a sequence."""
-    largest_token: int
-    first: tuple[int, ...]
-    """The first tokens."""
-
-
 SHOWN = 24
-"""Number of tokens in `PairFigures.first`."""
+"""Number of first tokens among the figures of a pair."""
 _STEP = 1 << 24
 
 
-def pair(prefix: str) -> PairFigures:
-    """The figures of a pair; reads all of it once. Raises DataError."""
-    import numpy as np
+def pair(prefix: str) -> dict[str, Any]:
+    """The figures of a pair: bytes of its .bin, tokens in its shortest, median and longest sequence ...; reads all of it once. Raises DataError."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     pair_index(prefix)  # the library maps any file without checking it, and cannot release one that it could not read
@@ -277,16 +256,9 @@ def pair(prefix: str) -> PairFigures:
             f"{prefix}.bin contains {len(tokens):,} tokens, its index {lengths.sum():,}: one of them is truncated"
         )
     largest = max((int(tokens[at : at + _STEP].max()) for at in range(0, len(tokens), _STEP)), default=0)
-    return PairFigures(
-        prefix=prefix,
-        documents=documents,
-        sequences=len(lengths),
-        tokens=len(tokens),
-        dtype=kind.name,
-        bytes=file.stat().st_size,
-        shortest=int(lengths.min()) if len(lengths) else 0,
-        median=int(np.median(lengths)) if len(lengths) else 0,
-        longest=int(lengths.max(initial=0)),
-        largest_token=largest,
-        first=tuple(int(token) for token in tokens[:SHOWN]),
-    )
+    return {
+        "prefix": prefix, "documents": documents, "sequences": len(lengths), "tokens": len(tokens), "dtype": kind.name,
+        "bytes": file.stat().st_size, "shortest": int(lengths.min()) if len(lengths) else 0,
+        "median": int(np.median(lengths)) if len(lengths) else 0, "longest": int(lengths.max(initial=0)),
+        "largest_token": largest, "first": [int(token) for token in tokens[:SHOWN]],
+    }  # fmt: skip

@@ -106,7 +106,6 @@ def located(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -
 
 
 def _files(item: str) -> list[Path]:
-    """The files of one entry. Raises DataError."""
     path = Path(item).expanduser()
     if path.suffix in (".parquet", ".arrow") or item.startswith("hf:"):
         raise DataError(
@@ -191,10 +190,8 @@ def _bytes(end: str | int | None) -> Any:
     if end is not None:
         raise DataError(f"data.end_of_text={end!r}: with data.tokenizer=byte it is 256")
     # the library's default end of document is 0, which is also a byte
-    special = {"_eos_id": 256, "_pad_id": 257, "_bos_id": 258}
-    return MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "byte-level"}, vocab_size=BYTE_VOCABULARY, **special
-    )
+    special = {"_eos_id": 256, "_pad_id": 257, "_bos_id": 258, "vocab_size": BYTE_VOCABULARY}
+    return MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"}, **special)
 
 
 def _encoder(files: TokenizerFiles) -> Callable[[str], list[int]]:
@@ -250,6 +247,5 @@ _REFUSED = {
 def identity(tok: Any) -> str:
     """A text that changes whenever `tok` may encode differently; part of the cache's key."""
     facts = getattr(tok, "unique_identifiers", None) or {"class": type(tok).__qualname__}
-    return repr(
-        sorted((str(key), str(value)) for key, value in {**facts, "eod": tok.eod, "vocab_size": tok.vocab_size}.items())
-    )
+    facts = {**facts, "eod": tok.eod, "vocab_size": tok.vocab_size}
+    return repr(sorted((str(key), str(value)) for key, value in facts.items()))

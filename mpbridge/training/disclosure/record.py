@@ -43,19 +43,6 @@ _MOST = 16
 _PYPI = frozenset({"torch", "megatron_core", "transformer_engine", "torchao"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """What a verified record says."""
-
-    key: str
-    """Id of the key that signed it."""
-    files: int
-    provenance: Mapping[str, Any]
-    """SLSA's predicate."""
-    result: Mapping[str, Any]
-    """The test result's predicate: 'result' is PASSED, WARNED or FAILED."""
-
-
 def sign_checkpoint(
     folder: Path, evidence: Evidence, signer: Signer, *, publish: bool, told: ProgressCallback
 ) -> Mapping[str, Any]:
@@ -132,15 +119,15 @@ def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: boo
         )
     policy = saved.policy.fingerprint()
     config = data["config"] if subject.config is None else subject.config
-    pairs = [
-        ("realization", data["realization"], saved.realization),
-        ("model", data["config"].get("model"), config.get("model")),
-    ]
+    pairs = {
+        "realization": (data["realization"], saved.realization),
+        "model": (data["config"].get("model"), config.get("model")),
+    }
     if data["recipe"] == saved.recipe:  # a run that went on under another recipe has that one's policy
-        pairs.append(("policy", data["fingerprint"], policy))
-    if others := [
-        f"{name} {brief(here)}, the checkpoint's {brief(there)}" for name, here, there in pairs if here != there
-    ]:
+        pairs["policy"] = data["fingerprint"], policy
+    apart = {name: map(brief, pair) for name, pair in pairs.items() if pair[0] != pair[1]}
+    if apart:
+        others = [f"{name} {here}, the checkpoint's {there}" for name, (here, there) in apart.items()]
         raise Refused(f"{evidence.path} is of another run than {folder}: {'; '.join(others)}")
     byproducts: list[dict[str, Any]] = [
         {"name": evidence.path.name, "digest": {"sha256": hashlib.sha256(bytes_of(evidence.path, kind="json")).hexdigest()}, "annotations": {"in": "the run's folder"}}
@@ -221,32 +208,24 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str
     return [f"{name if name.isprintable() else ascii(name)} {what}" for what, names in kinds for name in sorted(names)]
 
 
-def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> Verified:
-    """Checks a folder against its record. signer: the public key. Raises Refused naming everything that is wrong."""
+def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> dict[str, Any]:
+    """Checks a folder against its record: 'key' (the id of who signed it), 'files' (their number), 'provenance' (SLSA's predicate), 'result' (the test
+    result's, whose own 'result' is PASSED, WARNED or FAILED). signer: the public key. Raises Refused naming everything that is wrong."""
     statements, found = _statements(folder, signer), digests(folder, OUTSIDE, told)
+    faults: list[str] = []
     try:
-        faults, bodies = _faults(folder, statements, found)
+        for statement in statements.values():
+            wanted = {str(one["name"]): one["digest"]["sha256"] for one in statement["subject"]}
+            faults += [line for line in differences(wanted, found) if line not in faults]
+        bodies = {kind: statement["predicate"] for kind, statement in statements.items()}
+        faults = faults or _disagreements(folder, bodies)
         names = [one["name"] for one in bodies[PROVENANCE]["runDetails"]["byproducts"]]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise Refused(f"{folder / RECORD} lacks facts that a record has ({type(error).__name__}: {error})") from None
     if MODEL_SIGNATURE in names or os.path.lexists(folder / MODEL_SIGNATURE):
         faults += check_folder(folder, signer, MODEL_SIGNATURE)
     _refuse(folder, faults)
-    return Verified(key=signer.id, files=len(found), provenance=bodies[PROVENANCE], result=bodies[RESULT])
-
-
-def _faults(
-    folder: Path, statements: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]
-) -> tuple[list[str], dict[str, Mapping[str, Any]]]:
-    """(lines about files and facts that differ, the statements' predicates by type)."""
-    faults: list[str] = []
-    for statement in statements.values():
-        wanted = {str(one["name"]): one["digest"]["sha256"] for one in statement["subject"]}
-        faults += [line for line in differences(wanted, found) if line not in faults]
-    bodies = {kind: statement["predicate"] for kind, statement in statements.items()}
-    if not faults:
-        faults += _disagreements(folder, bodies)
-    return faults, bodies
+    return {"key": signer.id, "files": len(found), "provenance": bodies[PROVENANCE], "result": bodies[RESULT]}
 
 
 def _statements(folder: Path, signer: Signer) -> dict[str, Mapping[str, Any]]:

@@ -75,16 +75,12 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     ranges = _ranges(made, recipe)
     amax = _amaxes(made, recipe)
     rows = [operand(row) for row in recipe.tensors]
-    worst = {(row["tensor"], row["copy"]): rank for rank, row in enumerate(sorted(recipe.tensors, key=_error))}
-    order = sorted(range(len(rows)), key=lambda i: worst[recipe.tensors[i]["tensor"], recipe.tensors[i]["copy"]])
-    made.table(
-        "The worst operands, relative to their format's own error", OPERANDS, [operand(row) for row in recipe.worst]
-    )
+    order = sorted(range(len(rows)), key=lambda i: _error(recipe.tensors[i]))
+    made.table("The worst operands, relative to their format's own error", OPERANDS, [*map(operand, recipe.worst)])
     if recipe.measured is not None and recipe.measured.products:
-        rows_of = [
-            [*place_of(one.linear), *one.errors.values(), round(one.excess, 2)] for one in recipe.measured.products
-        ]
-        made.table("Products of every linear, against high precision's", PRODUCTS, rows_of)
+        found = recipe.measured.products
+        products = [[*place_of(one.linear), *one.errors.values(), round(one.excess, 2)] for one in found]
+        made.table("Products of every linear, against high precision's", PRODUCTS, products)
     made.table("all operands", OPERANDS, rows, order=order, folded=True)
     body, made.blocks[at:] = made.blocks[at:], []
     made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
@@ -100,7 +96,6 @@ def _error(row: TensorSummary) -> float:
 
 
 def _plot_of(reason: str, heat: str, ranges: str, amax: str) -> str:
-    """The plot that shows a reason."""
     if "scale is off" in reason:
         return amax or ranges
     return ranges if "saturate" in reason or "become zero" in reason else heat
@@ -135,11 +130,8 @@ def _ranges(made: Page, recipe: Rehearsed) -> str:
 
 
 def _amaxes(made: Page, recipe: Rehearsed) -> str:
-    series = [
-        (row["tensor"], [(step, amax) for step, amax in row["amax"]], place(row)[0])
-        for row in sorted(recipe.tensors, key=_error)
-        if len(row["amax"]) > 1 and row["copy"] == "row"
-    ]
-    return (
-        made.chart("amax of every operand", series, y="amax", log=True, order="largest errors first") if series else ""
-    )
+    rows = (one for one in sorted(recipe.tensors, key=_error) if len(one["amax"]) > 1 and one["copy"] == "row")
+    series = [(row["tensor"], [(step, amax) for step, amax in row["amax"]], place(row)[0]) for row in rows]
+    if not series:
+        return ""
+    return made.chart("amax of every operand", series, y="amax", log=True, order="largest errors first")

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,10 @@ from mpbridge.numerics.scales import DEFAULT_RELEASE
 from mpbridge.numerics.statistics import Statistics
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.training import microbatches
 from mpbridge.training.admission import resume_point
-from mpbridge.training.base import Hook
+from mpbridge.training.base import Hook, Training
 from mpbridge.training.checkpoint.io import load
 from mpbridge.training.loop import pretrain
 from mpbridge.training.process import data_parallel, process_group
@@ -30,18 +31,10 @@ from mpbridge.training.rehearse.report import OWN_ERROR, ProductErrors, RecipeMe
 from mpbridge.training.tune.proof import EngineSubject, prove
 from mpbridge.training.tune.scores import Scorer, merged
 
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
-    from mpbridge.training.base import Training
-
 RECIPES = (
-    "bf16_mixed",
-    "bf16_with_fp8_delayed_scaling_mixed",
-    "bf16_with_fp8_current_scaling_mixed",
-    "bf16_with_fp8_subchannel_scaling_mixed",
-    "bf16_with_mxfp8_mixed",
-    "bf16_with_nvfp4_mixed",
-)
+    "bf16_mixed", "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed",
+)  # fmt: skip
 """The recipes rehearsed by default: high precision and each scaling once."""
 RELEASE = ".".join(map(str, DEFAULT_RELEASE))
 LR = 1e-4
@@ -75,11 +68,8 @@ class Listen(Hook):
         emulation: Emulation | None = getattr(training.engine, "emulation", None)
         if emulation is not None:
             emulation.observer = self.statistics
-            self.quantized, self.high, self.notes = (
-                list(emulation.plugs),
-                list(emulation.high),
-                list(emulation.notes()[1:]),
-            )
+            self.quantized, self.high = list(emulation.plugs), list(emulation.high)
+            self.notes = list(emulation.notes()[1:])
         self.statistics.step(1)
 
     def stepped(self, training: Training, result: Any) -> None:
@@ -152,9 +142,8 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
     made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = steps, None, 0, "warn"
     made.checkpoint = {}
     made.logger = {"log_dir": None, "tensorboard": False, "progress": False, "precision_every": 0}
-    return made.resolved(
-        made.smallest_world() if not torch.distributed.is_initialized() else torch.distributed.get_world_size()
-    )
+    started = torch.distributed.is_initialized()
+    return made.resolved(torch.distributed.get_world_size() if started else made.smallest_world())
 
 
 def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Rehearsed:
@@ -200,12 +189,9 @@ def measure(training: Training) -> RecipeMeasurement | None:
     if not hasattr(engine, "counted_gradients"):
         return None
     emulation: Any = getattr(engine, "emulation", None)
-    if emulation is None or not hasattr(emulation, "listening"):
-        return None
     rank, ranks = data_parallel()
-    subject = EngineSubject(
-        engine, training.feed, microbatches=microbatches(training.run.train, ranks), rank=rank, ranks=ranks
-    )
+    batches = microbatches(training.run.train, ranks)
+    subject = EngineSubject(engine, training.feed, microbatches=batches, rank=rank, ranks=ranks)
     gradient = prove(subject, {"own": emulation.policy}, BATCHES, split="train")["own"]
     quants: dict[str, Quant] = {quant.scaling: quant for quant in emulation.policy.quants if not quant.row.history}
     scorer = Scorer(quants, emulation)

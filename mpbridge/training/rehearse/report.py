@@ -17,14 +17,9 @@ from mpbridge.precision.regions import Gemm
 from mpbridge.training.tune.proof import YARDSTICK, GradientError
 
 OWN_ERROR: Mapping[tuple[str, str], float] = {
-    ("e4m3", "x"): 0.0265,
-    ("e4m3", "w"): 0.0265,
-    ("e4m3", "dy"): 0.0265,
-    ("e5m2", "dy"): 0.0527,
-    ("e2m1", "x"): 0.095,
-    ("e2m1", "w"): 0.112,
-    ("e2m1", "dy"): 0.137,
-}
+    ("e4m3", "x"): 0.0265, ("e4m3", "w"): 0.0265, ("e4m3", "dy"): 0.0265, ("e5m2", "dy"): 0.0527, ("e2m1", "x"): 0.095,
+    ("e2m1", "w"): 0.112, ("e2m1", "dy"): 0.137,
+}  # fmt: skip
 """(format, side) -> median row error of a Gaussian tensor: the error of rounding alone, when nothing goes wrong. Measured on 1024 x 1024 elements
 of N(0,1); NVFP4's weights share a scale among 16 x 16 elements and its gradients are rounded stochastically, hence three numbers."""
 EXCESS = 2.0
@@ -64,26 +59,18 @@ class RecipeMeasurement:
         if not math.isfinite(one.error):
             return "damage", ["the gradient is not finite, although high precision's is"]
         if max(one.noise, one.bias) > YARDSTICK:
-            what = "noise" if one.noise >= one.bias else "bias"
-            cure = (
-                "a larger global batch averages noise out"
-                if what == "noise"
-                else "a larger batch does not average bias out"
-            )
+            what, cure = "bias", "a larger batch does not average bias out"
+            if one.noise >= one.bias:
+                what, cure = "noise", "a larger global batch averages noise out"
             return "damage", [f"{figures}: {what} is above 1/sqrt 3 = {YARDSTICK:.3f}, where training degrades; {cure}"]
         some = [product for product in self.products if product.excess > EXCESS]
         if some:
-            lines = [
-                f"{len(some)} of {len(self.products)} linears have products off by more than {EXCESS:g} times the format's own error"
-            ]
-            return "look closer", [
-                figures,
-                *lines,
-                *(
-                    f"{one.linear}: " + ", ".join(f"{gemm} {error:.1%}" for gemm, error in one.errors.items())
-                    for one in some[:4]
-                ),
-            ]
+            off = f"off by more than {EXCESS:g} times the format's own error"
+            reasons = [figures, f"{len(some)} of {len(self.products)} linears have products {off}"]
+            for product in some[:4]:
+                errors = ", ".join(f"{gemm} {error:.1%}" for gemm, error in product.errors.items())
+                reasons.append(f"{product.linear}: {errors}")
+            return "look closer", reasons
         return "sound", [f"{figures}: below 1/sqrt 3 = {YARDSTICK:.3f}"]
 
     def as_data(self) -> dict[str, Any]:
@@ -180,11 +167,6 @@ class Rehearsed:
     """Gradients and products against high precision's; None on an engine that does not expose its gradients: the verdict is then about operands."""
 
     @property
-    def complaints(self) -> list[Complaint]:
-        """All complaints, the severe ones first."""
-        return sorted((c for row in self.tensors for c in complaints(row)), key=lambda c: not c.severe)
-
-    @property
     def worst(self) -> list[TensorSummary]:
         """The ten tensors with the largest median row error relative to their format's own error, preceded by those with NaN."""
         return sorted(self.tensors, key=lambda row: -_excess(row))[:10]
@@ -200,7 +182,7 @@ class Rehearsed:
             return "failed", [f"the loss of step {broken} is not finite"]
         if not self.tensors:
             return "high precision", ["no GEMM is quantized"]
-        found = self.complaints
+        found = sorted((c for row in self.tensors for c in complaints(row)), key=lambda c: not c.severe)
         if self.measured is not None:
             broken_operands = [c for c in found if "infinities or NaN" in c.what]
             word, reasons = self.measured.verdict()
@@ -242,13 +224,9 @@ class Rehearsal:
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""
         return {
-            "schema": SCHEMA,
-            "title": self.title,
-            "made": self.made,
-            "remark": NO_RANKING,
-            "suggestion": self.suggestion,
-            "recipes": [recipe.as_data() for recipe in self.recipes],
-        }
+            "schema": SCHEMA, "title": self.title, "made": self.made, "remark": NO_RANKING,
+            "suggestion": self.suggestion, "recipes": [recipe.as_data() for recipe in self.recipes],
+        }  # fmt: skip
 
     def write(self, path: Path) -> None:
         """Writes JSON; numbers that JSON cannot represent become null."""
@@ -270,16 +248,12 @@ def complaints(row: TensorSummary) -> list[Complaint]:
         stale = row["staleness"]
         limit, effect = (STALE[0], "elements saturate") if stale < 0 else (STALE[1], "range is wasted")
         checks.append((abs(stale), limit, math.inf, f"its delayed scale is off by 2**{stale:+.1f}: {effect}"))
-    found = [
+    checks.append((row["nonfinite"], 0, 0, f"{row['nonfinite']} infinities or NaN"))
+    return [
         Complaint(tensor=row["tensor"], copy=row["copy"], what=text, severe=value > most)
         for value, some, most, text in checks
         if value > some
     ]
-    if row["nonfinite"]:
-        found.append(
-            Complaint(tensor=row["tensor"], copy=row["copy"], what=f"{row['nonfinite']} infinities or NaN", severe=True)
-        )
-    return found
 
 
 def _reasons(found: list[Complaint], operands: int) -> list[str]:
@@ -334,14 +308,9 @@ def overview(recipe: Rehearsed) -> list[Any]:
     tops = (max((row[name] or 0.0 for row in recipe.tensors), default=None) for name in names)
     noise = min((row["sqnr"] for row in recipe.tensors if row["sqnr"] is not None), default=None)
     return [
-        recipe.recipe,
-        recipe.verdict()[0],
-        _short(recipe.losses[-1], 4) if recipe.losses else None,
-        *(_short(value, 3) for value in error),
-        *tops,
-        _short(noise, 1),
-        round(recipe.seconds, 1),
-    ]
+        recipe.recipe, recipe.verdict()[0], _short(recipe.losses[-1], 4) if recipe.losses else None,
+        *(_short(value, 3) for value in error), *tops, _short(noise, 1), round(recipe.seconds, 1),
+    ]  # fmt: skip
 
 
 def operand(row: TensorSummary) -> list[Any]:
@@ -357,10 +326,8 @@ def _short(value: float | None, digits: int) -> float | None:
 
 def caveats(rehearsal: Rehearsal) -> str:
     """For the terminal: what the verdicts do not cover, and what differs from the GPU under any of the recipes."""
-    notes = dict.fromkeys(note for recipe in rehearsal.recipes for note in recipe.notes)
-    return "\n".join(
-        [NO_RANKING, *(["What differs from the GPU:"] if notes else []), *(f"  - {note}" for note in notes)]
-    )
+    notes = dict.fromkeys(f"  - {note}" for recipe in rehearsal.recipes for note in recipe.notes)
+    return "\n".join([NO_RANKING, *(["What differs from the GPU:", *notes] if notes else [])])
 
 
 def _finite(value: Any) -> Any:

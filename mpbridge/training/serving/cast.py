@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from mpbridge.precision.regions import Quant
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.wording import quant_text
+from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface.kept import full_names
 from mpbridge.settings.huggingface.served import (
     CONTRACT,
@@ -40,9 +41,6 @@ from mpbridge.training.checkpoint.store import audit_of, step_of
 from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
 from mpbridge.training.checkpoint.verdict import read_fingerprint
 from mpbridge.training.serving.files import apart, joined
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
 
 FILE = CONTRACT
 SCHEMA = 1
@@ -84,24 +82,15 @@ class TrainedWith:
         stores = saved is not None and saved.realization == "native" and not given
         return cls(run, name, policy, given, release, stores, found)
 
-    def quantizer(self, quant: Quant) -> Quantizer:
-        """The quantizer of a rule."""
-        random = Randomness(0, _CPU)  # nothing that is stored of a weight is rounded stochastically
-        return Quantizer(
-            quant,
-            [],
-            randomness=random,
-            device=_CPU,
-            release=self.release,
-            compiled=False,
-            environment=self.run.facts.environment,
-        )
-
     def stored(self, quant: Quant, weight: torch.Tensor) -> StoredWeight:
         """A rank's share of a weight, quantized by its rule."""
         if self.policy.gather in GATHERED and not (quant.stored and self.stores):
             weight = weight.to(GATHERED[self.policy.gather])
-        return _by_torchao(quant, weight) if quant.row.emulation == "torchao" else stored(self.quantizer(quant), weight)
+        if quant.row.emulation == "torchao":
+            return _by_torchao(quant, weight)
+        random = Randomness(0, _CPU)  # nothing that is stored of a weight is rounded stochastically
+        own: dict[str, Any] = {"release": self.release, "environment": self.run.facts.environment}
+        return stored(Quantizer(quant, [], randomness=random, device=_CPU, compiled=False, **own), weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +124,7 @@ class ServedWeights:
 
     def __init__(self, training: TrainedWith, row: ServedFormat | None) -> None:
         self.training, self.facts, self.format = training, training.run.facts, row
-        self.rules: Mapping[str, Quant] = {
-            cast.one.name: cast.quant for cast in training.found if cast.quant is not None
-        }
+        self.rules: Mapping[str, Quant] = {cast.one.name: cast.quant for cast in training.found if cast.quant}
 
     @property
     def row(self) -> ServedFormat:
@@ -165,9 +152,8 @@ class ServedWeights:
     ) -> dict[str, Part]:
         """Module -> codes and scales, of a quantized parameter [rows, columns]. quantize, split: another rule, another number of ranks."""
         quant, made = self.rules[one.name], quantize or self.training.stored
-        pieces = [
-            made(quant, piece) for piece in _shares(one, whole, ranks(one, self.facts) if split is None else split)
-        ]
+        shares = _shares(one, whole, ranks(one, self.facts) if split is None else split)
+        pieces = [made(quant, share) for share in shares]
         codes = _joined(one, [piece.codes.view(torch.uint8) for piece in pieces])
         whole_rows = quant.row.per_tensor or quant.row.emulation == "torchao"
         scales = _joined(one, [piece.scales for piece in pieces], whole_rows=whole_rows)
@@ -242,14 +228,10 @@ class Served(ServedWeights):
     @property
     def kept(self) -> list[str]:
         """Full names of the modules in high precision that engines would otherwise quantize."""
-        found = [
-            name.removesuffix(".weight")
-            for name, facts in self._tensors.items()
-            if is_module(name) and len(facts["shape"]) == 2
-        ]
-        low = {part.removesuffix(".weight") for cast in self.training.found if cast.quant for part, _ in cast.one.parts}
+        found = {name for name, facts in self._tensors.items() if is_module(name) and len(facts["shape"]) == 2}
+        low = {part for cast in self.training.found if cast.quant for part, _ in cast.one.parts}
         # a tied head has no tensor, and is a module nevertheless
-        return full_names({*found, "lm_head"} - low)
+        return full_names({name.removesuffix(".weight") for name in {*found, "lm_head.weight"} - low})
 
     def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Writes the contract, and ModelOpt's own file; returns the quantization_config."""
@@ -267,15 +249,12 @@ class Served(ServedWeights):
         for cast in training.found:
             for name, _ in cast.one.parts if cast.quant is not None else ():
                 modules[name.removesuffix(".weight")] = self._module(cast, name.removesuffix(".weight"))
+        run = read_fingerprint(self.path).as_data() if (self.path / FINGERPRINT).is_file() else None
         return {
-            "schema": SCHEMA, "format": self.row.name, "recipe": training.recipe, "fingerprint": training.policy.fingerprint(), "step": step_of(self.path), "audit": audit_of(self.path), "run": self._run(),
+            "schema": SCHEMA, "format": self.row.name, "recipe": training.recipe, "fingerprint": training.policy.fingerprint(), "step": step_of(self.path), "audit": audit_of(self.path), "run": run,
             "requantized": training.given, "rules": f"Transformer Engine {'.'.join(map(str, training.release))}",
             "activations": self.row.activations, "high_precision": self.kept, "modules": modules, "tensors": self._tensors,
         }  # fmt: skip
-
-    def _run(self) -> Mapping[str, Any] | None:
-        """The fingerprint of the run, as its checkpoint has it; None where there is none."""
-        return read_fingerprint(self.path).as_data() if (self.path / FINGERPRINT).is_file() else None
 
     def _module(self, cast: Cast, module: str) -> dict[str, Any]:
         assert cast.quant is not None

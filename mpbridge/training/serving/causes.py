@@ -239,7 +239,6 @@ def _both(*words: str) -> str:
 
 
 def _each(served: ServedWeights, one: Mapped, whole: torch.Tensor, rule: Quantize | None = None) -> dict[str, Part]:
-    """Every linear quantized by itself."""
     found = {}
     for (name, _), weight in zip(one.parts, apart(whole, one.layout, served.facts.shape), strict=True):
         piece = (rule or served.training.stored)(served.rules[one.name], weight.contiguous())

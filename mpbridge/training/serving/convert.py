@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError, MpbridgeError, Refused
 from mpbridge.common.files import ProgressCallback, folder_for, folder_inside, read_json
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.huggingface import folder as layout
 from mpbridge.settings.huggingface.folder import PREFIX, read_config, tensors
 from mpbridge.settings.huggingface.section import family_of
@@ -26,13 +27,10 @@ from mpbridge.training.checkpoint.format import STATE, encoded, read_index
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.store import CONFIG
 from mpbridge.training.checkpoint.writer import Load, indexed, write, write_common
+from mpbridge.training.serving.cast import Served
 from mpbridge.training.serving.export import Export, Given
 from mpbridge.training.serving.files import FolderReader, check, joined
 from mpbridge.training.serving.merge import Merge, write_alone
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-    from mpbridge.training.serving.cast import Served
 
 SCHEMA = 1
 FILE_BYTES = 8 << 30
@@ -146,20 +144,15 @@ class _Conversion:
 
     def _origin(self) -> dict[str, Any]:
         reader = self.reader
-        narrow = {
-            name: str(reader.dtype_of(name)).removeprefix("torch.")
-            for one in self.wanted
-            for name, _ in one.parts
-            if reader.dtype_of(name) is not self.dtypes[one.places[0].key]
-        }
+        narrow: dict[str, str] = {}
+        for one in self.wanted:
+            found = {name: reader.dtype_of(name) for name, _ in one.parts}
+            own = self.dtypes[one.places[0].key]
+            narrow |= {name: str(dtype).removeprefix("torch.") for name, dtype in found.items() if dtype is not own}
         return {
-            "schema": SCHEMA,
-            "layout": PREFIX.rstrip(":"),
-            "config": dict(reader.config),
-            "narrower": narrow,
-            "copies": sorted(self.copied),
-            "widened": sum(map(reader.is_quantized, reader.held)),
-        }
+            "schema": SCHEMA, "layout": PREFIX.rstrip(":"), "config": dict(reader.config), "narrower": narrow,
+            "copies": sorted(self.copied), "widened": sum(map(reader.is_quantized, reader.held)),
+        }  # fmt: skip
 
 
 def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -> None:
@@ -177,16 +170,8 @@ def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -
     index.write(partial, "the folder's weights do not make up a checkpoint")
 
 
-NewCasting = Callable[[Path, "Run", Sequence[Mapped]], "Served"]
-"""(the checkpoint, its run, the parameters) -> how to quantize them. Raises BadValue for weights that the format cannot hold."""
-Adapters = Literal["alone"] | Callable[[Path, Export], AbstractContextManager[Merge]]
-"""What becomes of adapters: a folder of their own, or (the checkpoint, its export) -> how they are added to the base."""
-
-
 def checkpoint_run(path: Path) -> Run:
     """The run that saved a sealed checkpoint, from its configuration. Raises CheckpointError."""
-    from mpbridge.settings.container import ConfigContainer
-
     file = path / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{file} is missing: without it the tensors' model is unknown")
@@ -200,28 +185,29 @@ def to_folder(
     *,
     like: Path | None = None,
     dtype: str | None = None,
-    casting: NewCasting | None = None,
-    adapters: Adapters | None = None,
+    method: str | None = None,
+    recipe: str | None = None,
+    adapters: str | None = None,
     told: ProgressCallback = lambda done, total: None,
 ) -> Given:
     """Writes the weights of the checkpoint in `path` to the new folder `target`.
 
     like: a folder whose config.json, tokenizer and vocabulary size the new one gets. dtype: torch's name, instead of the stored dtype;
-    'float32' uses the main weights, if there are any. casting: quantizes weights, which `dtype` then does not concern.
-    adapters: of a checkpoint that has some: "alone", then `like` names the base, or how to merge them. Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot describe.
+    'float32' uses the main weights, if there are any. method: the quant_method by which weights are quantized, which `dtype` then does not concern;
+    recipe: by another recipe than the run's. adapters: of a checkpoint that has some, one of `ADAPTERS`; for "alone" `like` names the base.
+    Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot describe.
     """
     with opened(path, like=like, dtype=dtype, adapters=adapters) as export:
-        export.casting = None if casting is None else casting(path, export.run, export.wanted)
+        export.casting = None if method is None else Served(path, export.run, export.wanted, method, recipe)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise BadValue(f"{target} already exists: expected a new folder")
         partial = folder_inside(target.parent, f".{target.name}.partial")
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            given = (
-                write_alone(export, partial, like, told, Given(path=target, family=export.family.name))
-                if adapters == "alone"
-                else export.write(partial, like, told)
-            )
+            if adapters == "alone":
+                given = write_alone(export, partial, like, told, Given(path=target, family=export.family.name))
+            else:
+                given = export.write(partial, like, told)
             if target.exists():
                 target.rmdir()
             partial.rename(target)
@@ -244,22 +230,11 @@ def to_folder(
 
 @contextmanager
 def opened(
-    path: Path, *, like: Path | None = None, dtype: str | None = None, adapters: Adapters | None = None
+    path: Path, *, like: Path | None = None, dtype: str | None = None, adapters: str | None = None
 ) -> Iterator[Export]:
     """The weights of the checkpoint in `path`, read parameter by parameter. like, dtype, adapters: as for `to_folder`, and it raises the same."""
     store.check(path)
     run = checkpoint_run(path)
-    _agrees(run, adapters)
-    origin = _origin(path)
-    model = dict(run.facts.model) | {name: run.inputs["model"][name] for name in ("vocab_size", "max_sequence_length")}
-    with Contents(path) as contents, ExitStack() as stack:
-        export = Export(contents, run, _config(model, origin, like, contents, run), origin, dtype)
-        if callable(adapters):
-            export.merge = stack.enter_context(adapters(path, export))
-        yield export
-
-
-def _agrees(run: Run, adapters: Adapters | None) -> None:
     rank = run.facts.shape.lora_rank
     if rank and adapters is None:
         raise Refused(
@@ -267,6 +242,13 @@ def _agrees(run: Run, adapters: Adapters | None) -> None:
         )
     if adapters and not rank:
         raise BadValue("--adapters: the checkpoint has none (model.lora_rank is not set)")
+    origin = _origin(path)
+    model = dict(run.facts.model) | {name: run.inputs["model"][name] for name in ("vocab_size", "max_sequence_length")}
+    with Contents(path) as contents, ExitStack() as stack:
+        export = Export(contents, run, _config(model, origin, like, contents, run), origin, dtype)
+        if adapters not in (None, "alone"):
+            export.merge = stack.enter_context(Merge(path, export, how=str(adapters), like=like))
+        yield export
 
 
 def _origin(path: Path) -> dict[str, Any]:

@@ -57,9 +57,9 @@ class Comparison:
         self.served = ServedWeights(training, self.row)
         scalings = {quant.scaling for quant in self.served.rules.values()}
         self.same_scaling = self.row is not None and bool(scalings) and scalings <= set(self.row.scalings)
-        self.misfits = (
-            list(misfits(self.row, training.found, self.served.facts)) if self.row and self.same_scaling else []
-        )
+        self.misfits: list[str] = []
+        if self.row and self.same_scaling:
+            self.misfits += misfits(self.row, training.found, self.served.facts)
         self._owner = {name: one for one in export.wanted for name, _ in one.parts}
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._left = {one.name: one for one in export.wanted}
@@ -113,11 +113,8 @@ class Comparison:
             module = name.removesuffix(".weight")
             plain = name in held and held[name].dtype in PLAIN
             low = self.served.covers(one) or (name in held and not plain)
-            names |= (
-                {f"{module}.{suffix}" for suffix in self.row.shapes(*size)}
-                if self.row and low and not plain
-                else {name}
-            )
+            quantized = self.row.shapes(*size) if self.row and low and not plain else {}
+            names |= {f"{module}.{suffix}" for suffix in quantized} or {name}
         return names
 
     def _judge(self, one: Mapped, held: Mapping[str, torch.Tensor]) -> Iterator[Difference]:
@@ -133,11 +130,8 @@ class Comparison:
             yield from faults
             if not faults:
                 errors[module] = _error(read_values(module, held, self.row), wanted[module].values)
-        compared = (
-            [module for module in errors if not is_plain(module, held)]
-            if self.same_scaling and not self.misfits
-            else []
-        )
+        exactly = self.same_scaling and not self.misfits
+        compared = [module for module in errors if exactly and not is_plain(module, held)]
         for module in errors.keys() - set(compared):
             now = "in high precision" if self.row is None or is_plain(module, held) else f"as {self.row.name}"
             was = self.served.rules[one.name].row.words
@@ -215,17 +209,14 @@ def _afterwards(
     modules = sorted({name.rpartition(".")[0] for name in exact})
     for other in range(1, len(modules)):
         turned = dict(zip(modules, modules[other:] + modules[:other], strict=True))
-        swapped = {
-            name: exact.get(f"{turned[name.rpartition('.')[0]]}.{row.scale}", tensor)
-            if name.endswith(row.scale)
-            else tensor
-            for name, tensor in exact.items()
-        }
+        swapped = dict(exact)
+        for module, source in turned.items():
+            if f"{module}.{row.scale}" in exact and f"{source}.{row.scale}" in exact:
+                swapped[f"{module}.{row.scale}"] = exact[f"{source}.{row.scale}"]
         yield "scales of the fused linears are interchanged", swapped
 
 
 def _narrow(made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """FP32 scales rounded to BF16."""
     return {
         name: tensor.bfloat16() if "scale" in name and tensor.dtype is torch.float32 else tensor
         for name, tensor in made.items()
@@ -242,10 +233,8 @@ def _same(module: str, held: Mapping[str, torch.Tensor], made: Mapping[str, torc
     for name, tensor in made.items():
         if name.rpartition(".")[0] != module:
             continue
-        found = held[name]
-        if found.shape != tensor.shape or not (
-            torch.equal(found.float(), tensor.float()) if "scale" in name else torch.equal(_bits(found), _bits(tensor))
-        ):
+        read = torch.Tensor.float if "scale" in name else _bits
+        if held[name].shape != tensor.shape or not torch.equal(read(held[name]), read(tensor)):
             return False
     return True
 
@@ -354,12 +343,8 @@ def group_faults(seconds: Mapping[str, float]) -> Iterator[Difference]:
         if len(set(members.values())) > 1:
             low, high = min(members.values()), max(members.values())
             said = ", ".join(f"{part} {value:.6g}" for part, value in members.items())
-            yield Difference(
-                name,
-                "group",
-                f"scales of the tensor differ among fused linears ({said}): an engine takes one for all",
-                high / low - 1 if low else float("inf"),
-            )
+            text = f"scales of the tensor differ among fused linears ({said}): an engine takes one for all"
+            yield Difference(name, "group", text, high / low - 1 if low else float("inf"))
 
 
 def differences(

@@ -10,35 +10,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.files import ProgressCallback
 from mpbridge.common.shipped import VERSION
+from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface import folder as layout
 from mpbridge.settings.huggingface.folder import FolderTensor
 from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
 from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
+from mpbridge.training.serving.cast import Served
 from mpbridge.training.serving.files import SPELLED, SPELLING, Shards, apart, planned
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-    from mpbridge.training.serving.cast import Served
 
 MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
 """Prefixes of FP32 main weights in checkpoints, for all engines."""
 BESIDE = (
-    *TOKENIZERS,
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
+    *TOKENIZERS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "generation_config.json",
-)
+)  # fmt: skip
 """Small files copied from the folder given as `like`."""
 
 
@@ -118,12 +112,10 @@ class Export:
                     for name, tensor in self._tensors(one):
                         shards.put(name, tensor)
             shards.index()
-            quantization = (
-                None
-                if self.casting is None
-                else self.casting.finish(folder, {name: shards.facts[name] for name in plan})
-            )
-            given.notes += [] if self.casting is None else self.casting.notes
+            quantization = None
+            if self.casting is not None:
+                quantization = self.casting.finish(folder, {name: shards.facts[name] for name in plan})
+                given.notes += self.casting.notes
             if self.merge is not None:
                 given.merged = self.merge.facts()
                 given.notes += self.merge.notes

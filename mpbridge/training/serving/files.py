@@ -60,7 +60,9 @@ class FolderReader(ExitStack):
         self.folder, self.held, self.config = folder, held, config
         quantization = config.get("quantization_config") or {}
         self.block = tuple(quantization.get("weight_block_size") or (128, 128))
-        self.dtype = config_dtype(config)
+        said = str(config.get("dtype") or config.get("torch_dtype"))
+        self.dtype = {"float32": torch.float32, "float16": torch.float16}.get(said, torch.bfloat16)
+        """What config.json gives the model; BF16 if it gives none."""
         self._open: dict[str, Any] = {}
 
     def is_quantized(self, name: str) -> bool:
@@ -92,12 +94,6 @@ class FolderReader(ExitStack):
         return tensor
 
 
-def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that config.json gives its model; BF16 if it gives none."""
-    said = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return {"float32": torch.float32, "float16": torch.float16}.get(str(said), torch.bfloat16)
-
-
 def check(
     held: Mapping[str, FolderTensor], wanted: Sequence[Mapped], copied: Mapping[str, str], block: Sequence[int]
 ) -> None:
@@ -105,7 +101,9 @@ def check(
     shapes = {name: shape for one in wanted for name, shape in one.parts}
     known = shapes | {name: shapes[original] for name, original in copied.items()}
     faults = _several("missing", [name for name in shapes if name not in held])
-    faults += _several("not part of the model that config.json describes", list(_strangers(held, known)))
+    scales = {name + SCALE for name, stored in held.items() if stored.dtype == FP8}
+    strangers = sorted(name for name in held.keys() - known.keys() - scales if not name.endswith(_NO_WEIGHTS))
+    faults += _several("not part of the model that config.json describes", strangers)
     for name, stored in held.items():
         if name in known and stored.shape != known[name]:
             faults.append(f"{name} is {list(stored.shape)}, expected {list(known[name])} by config.json")
@@ -116,11 +114,6 @@ def check(
     if faults:
         more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
         raise Contradiction([*faults[:MOST], *more], subject="the weights do not match config.json's model")
-
-
-def _strangers(held: Mapping[str, FolderTensor], known: Mapping[str, Any]) -> list[str]:
-    scales = {name + SCALE for name, stored in held.items() if stored.dtype == FP8}
-    return sorted(name for name in held if name not in known and name not in scales and not name.endswith(_NO_WEIGHTS))
 
 
 def _scale_faults(name: str, stored: FolderTensor, scale: FolderTensor | None, block: Sequence[int]) -> list[str]:
@@ -235,9 +228,9 @@ class Shards:
         journal = self._journal()
         for entry in self.folder.iterdir():
             link = entry.is_symlink()
-            if entry.name in (LOCK, JOURNAL) or (
-                entry.name in journal and not link and self._holds(entry.name, journal)
-            ):
+            if entry.name in (LOCK, JOURNAL):
+                continue
+            if entry.name in journal and not link and self._holds(entry.name, journal):
                 continue
             shutil.rmtree(entry) if entry.is_dir() and not link else entry.unlink()
         return self

@@ -80,15 +80,12 @@ def examine(
         entries = quantization.get(row.kept) or []
         listed = entries if isinstance(entries, list) else [entries]
         kept = modules | ({} if "lm_head" in modules else {"lm_head": False})
-        report.found += [
-            Difference(name, "list", text) for name, text in list_faults(listed, kept, row.method, engines)
-        ]
+        for name, text in list_faults(listed, kept, row.method, engines):
+            report.found.append(Difference(name, "list", text))
         readers = row.read_by(name for name, low in modules.items() if low)
-        report.found += [
-            Difference(engine, "engine", f"does not read {row.name}{' of experts' if engine in row.engines else ''}")
-            for engine in engines
-            if engine not in readers
-        ]
+        for engine in set(engines) - set(readers):
+            what = f"{row.name} of experts" if engine in row.engines else row.name
+            report.found.append(Difference(engine, "engine", f"does not read {what}"))
     elif run is None:
         report.found += [Difference(name, "shape", NO_CONFIG) for name, low in modules.items() if low]
     with FolderReader(folder, held, {}) as reader:
@@ -126,9 +123,8 @@ def _contract(folder: Path) -> dict[str, Any] | None:
         return None
     data = read_json_file(file)
     named = data.get("tensors") if isinstance(data, dict) else None
-    sound = isinstance(named, dict) and all(
-        isinstance(one, dict) and isinstance(one.get("sha256"), str) for one in named.values()
-    )
+    held = named.values() if isinstance(named, dict) else [None]
+    sound = all(isinstance(one, dict) and isinstance(one.get("sha256"), str) for one in held)
     if not sound or data.get("schema") != SCHEMA:
         raise BadValue(f"{file}: expected a contract of schema {SCHEMA}, as mpbridge convert writes it")
     return dict(data)
@@ -139,11 +135,8 @@ def _modules(held: Mapping[str, FolderTensor], row: ServedFormat | None) -> dict
     found = {}
     for name, tensor in held.items():
         module, _, last = name.rpartition(".")
-        if (
-            last in ("weight", "weight_packed", row.codes if row else "")
-            and len(tensor.shape) == 2
-            and is_module(f"{module}.weight")
-        ):
+        named = last in ("weight", "weight_packed", row.codes if row else "") and is_module(f"{module}.weight")
+        if named and len(tensor.shape) == 2:
             found[module] = tensor.dtype not in DTYPES
     return found
 
@@ -171,11 +164,8 @@ def _input_scales(
     has = {name: {module for module in low if f"{module}.{name}" in held} for name in INPUT_SCALES}
     name = max(has, key=lambda one: len(has[one]))
     if has[name] or scales_are_static(quantization):
-        for module in low:
-            if module not in has[name]:
-                yield Difference(
-                    f"{module}.{name}", "missing", "is missing: an engine multiplies with what its memory held"
-                )
+        said = "is missing: an engine multiplies with what its memory held"
+        yield from (Difference(f"{module}.{name}", "missing", said) for module in low if module not in has[name])
 
 
 def _read(
@@ -218,24 +208,17 @@ def _read(
                 report.found.append(Difference(FILE, "bytes", said))
     if contract is not None and comparison is None:
         added = [name for name in reader.held if name not in recorded]
+        gone = [name for name in recorded if name not in reader.held]
         report.found += [Difference(name, "extra", f"is not in {FILE}: added since") for name in added]
-    report.found += [
-        Difference(name, "missing", f"is missing; {FILE} records it")
-        for name in recorded
-        if name not in reader.held and comparison is None
-    ]
+        report.found += [Difference(name, "missing", f"is missing; {FILE} records it") for name in gone]
     report.found += group_faults(seconds)
     if row is None or row.layout != "blocks" or powers:
         return
     if quantization.get("scale_fmt") == "ue8m0":
-        report.found.append(
-            Difference(row.scale, "scales", "are not powers of two, but scale_fmt says ue8m0: an engine rounds them")
-        )
+        said = "are not powers of two, but scale_fmt says ue8m0: an engine rounds them"
+        report.found.append(Difference(row.scale, "scales", said))
     if target is not None and target.arch is not None and target.arch >= POWERS_ONLY:
-        report.found.append(
-            Difference(
-                row.scale,
-                "scales",
-                f"are FP32 numbers, and {target.name} multiplies with powers of two: an engine quantizes the weights anew",
-            )
+        said = (
+            f"are FP32 numbers, and {target.name} multiplies with powers of two: an engine quantizes the weights anew"
         )
+        report.found.append(Difference(row.scale, "scales", said))

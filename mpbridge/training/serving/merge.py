@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,11 +18,8 @@ from mpbridge.precision.globs import is_adapter, matches, place
 from mpbridge.settings.huggingface.folder import FolderTensor, read_config, tensors
 from mpbridge.settings.huggingface.tensors import Mapped, adapters
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith
+from mpbridge.training.serving.export import Export, Given
 from mpbridge.training.serving.files import SPELLING, FolderReader, Shards, apart, check, joined
-
-if TYPE_CHECKING:
-    from mpbridge.training.serving.export import Export, Given
-
 
 _LAST_BITS = 2.0**-14
 """Share of a tensor's elements whose code may be another than that of the base: where a GPU's scale differs in its last bit from this one, values within 2**-16 of a tie do."""
@@ -51,11 +48,8 @@ class Merge(ExitStack):
                 "merged-after to the quantized ones that training computed with"
             )
         training = self.served.training
-        self._narrow = {
-            name
-            for name in low
-            if training.stores and self.served.rules[name].stored and is_frozen(training.run.policy, name)
-        }
+        stored = [name for name in low if training.stores and self.served.rules[name].stored]
+        self._narrow = {name for name in stored if is_frozen(training.run.policy, name)}
         taken = bool(self._narrow) if how == "merged-before" else how == "alone" and like is not None
         self._like = self._open(like) if taken else None
 
@@ -98,7 +92,10 @@ class Merge(ExitStack):
                 raise Refused(f"--adapters merged-after: {error}: merged-before needs none") from None
             quantized = source.float()
         self._trained[one.name] = quantized + change, float(change.double().square().sum())
-        return (quantized if self.how == "merged-after" else self._high(one, source, quantized)) + change
+        if self.how == "merged-after":
+            return quantized + change
+        given = self._like is not None and one.name in self._narrow
+        return (self._given(one, source, quantized) if given else source.float()) + change
 
     def verify(self) -> None:
         """Compares the frozen weights beside adapters with those of `like`. Raises BadValue for another base than the run's."""
@@ -110,11 +107,6 @@ class Merge(ExitStack):
                 except Refused:
                     quantized = source.float()
                 self._given(one, source, quantized)
-
-    def _high(self, one: Mapped, source: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-        if self._like is None or one.name not in self._narrow:
-            return source.float()
-        return self._given(one, source, quantized)
 
     def _given(self, one: Mapped, source: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
         """The weight that `like` has, if it is the one that the run began with."""
@@ -211,18 +203,13 @@ def matrices(export: Export, one: Mapped) -> tuple[torch.Tensor, torch.Tensor]:
 def write_alone(export: Export, folder: Path, like: Path | None, told: ProgressCallback, given: Given) -> Given:
     """Writes peft's files: parts of a fused linear have the same A and their own rows of B. Raises Refused for adapters that peft does not load, and for a base that trained too."""
     _refuse(export)
-    made = {one.name: dict(_parts(export, one)) for one in targets(export)}
-    plan = {
-        name: FolderTensor(ADAPTER, SPELLING[tensor.dtype], tuple(tensor.shape))
-        for parts in made.values()
-        for name, tensor in parts.items()
-    }
+    made = dict(part for one in targets(export) for part in _parts(export, one))
+    plan = {name: FolderTensor(ADAPTER, SPELLING[one.dtype], tuple(one.shape)) for name, one in made.items()}
     with Shards(folder, plan, export.identity(plan), told) as shards:
-        for parts in made.values():
-            for name, tensor in parts.items():
-                shards.put(name, tensor)
-                kind = str(tensor.dtype).removeprefix("torch.")
-                given.dtypes[kind] = given.dtypes.get(kind, 0) + tensor.numel()
+        for name, tensor in made.items():
+            shards.put(name, tensor)
+            kind = str(tensor.dtype).removeprefix("torch.")
+            given.dtypes[kind] = given.dtypes.get(kind, 0) + tensor.numel()
         (folder / CONFIG).write_text(json.dumps(_config(export, like), indent=2) + "\n", encoding="utf-8")
     given.tensors, given.elements = len(plan), sum(given.dtypes.values())
     given.notes += [f"{CONFIG} names no base: --like hf:DIR does"] if like is None else []

@@ -115,9 +115,8 @@ def _model(path: Path) -> Iterator[Any]:
 def _tokens(run: Any, text: str, sequences: int) -> torch.Tensor:
     """int64 [sequences, length + 1]."""
     length = int(run.facts.shape.seq_length)
-    tok = tokenizer(
-        run.data["tokenizer"], run.data.get("end_of_text"), code=run.container.may_be_code("data.tokenizer")
-    )
+    code = run.container.may_be_code("data.tokenizer")
+    tok = tokenizer(run.data["tokenizer"], run.data.get("end_of_text"), code=code)
     made = tok.tokenize(text[: 64 * sequences * (length + 1)])
     count = min(sequences, len(made) // (length + 1))
     if not count:
@@ -142,9 +141,8 @@ def _served_weights(
             low, values = False, []
             for name, size in one.parts:
                 module = name.removesuffix(".weight")
-                loaded = {
-                    at: reader.raw(at) for at in held if at.rpartition(".")[0] == module and at != f"{module}.bias"
-                }
+                its = [at for at in held if at.rpartition(".")[0] == module and at != f"{module}.bias"]
+                loaded = {at: reader.raw(at) for at in its}
                 try:
                     values.append(read_values(module, loaded, row) if module != name else reader.raw(name))
                 except (KeyError, AssertionError, RuntimeError):

@@ -30,7 +30,8 @@ def measure(seconds: float) -> str | None:
     }
     bandwidth = _bandwidth(each, device)
     link = _link(each, device) if joined else None
-    launches = _layer_launches(each, device)
+    small = torch.ones(8, device=device)
+    launches = _median(lambda: [small.add_(1.0) for _ in range(_OPERATIONS)], each, device)
     if joined and dist.get_rank() != 0:
         return None
     return _machine_file(peak, bandwidth, link, launches, cuda)
@@ -111,14 +112,3 @@ def _link(seconds: float, device: torch.device) -> float:
 
 _OPERATIONS = 250
 """Small operations that represent the launches of an MoE layer, forward and backward."""
-
-
-def _layer_launches(seconds: float, device: torch.device) -> float:
-    """Seconds that the host needs for these operations."""
-    small = torch.ones(8, device=device)
-
-    def work() -> None:
-        for _ in range(_OPERATIONS):
-            small.add_(1.0)
-
-    return _median(work, seconds, device)

@@ -4,6 +4,7 @@ Transformer Engine's own Python (`emulate: te`) builds there, counted buffer by 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -43,44 +44,25 @@ class Fused(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _attend(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
-
-
 def install() -> None:
     """Puts tensors that request CUDA, and new parameters, on the meta device; cannot be undone in this process."""
     torch.utils._device._device_constructors()  # before the device layer wraps the factories: else set_default_device sees none of them
     redirect.CPU = META
     torch.set_default_device(META)
-    dist.batch_isend_irecv = _one_by_one  # type: ignore[assignment]
-    _data_pointers()
+    # "No backend type associated with device type meta" otherwise
+    dist.batch_isend_irecv = lambda operations: [one.op(one.tensor, one.peer, one.group) for one in operations]  # type: ignore[assignment]
+    storage: Any = torch.UntypedStorage
+    pointer = storage.data_ptr  # aliases are recognised by it, and it is 0 on meta
+    storage.data_ptr = lambda self: self._cdata if self.device.type == "meta" else pointer(self)
     _types()
     _values()
     for owner, name, replacement in process.meta_patches():
         setattr(owner, name, replacement)
-    _attention()
-
-
-def _attention() -> None:
-    import importlib
-
     from mpbridge.backend.models.local_spec import CausalAttention
 
     core = importlib.import_module("megatron.core.transformer.dot_product_attention")
     for kind in (CausalAttention, core.DotProductAttention):
-        kind.forward = _attend  # type: ignore[method-assign]
-
-
-def _one_by_one(operations: Any) -> list[Any]:
-    # "No backend type associated with device type meta" otherwise
-    return [one.op(one.tensor, one.peer, one.group) for one in operations]
-
-
-def _data_pointers() -> None:
-    """Aliases are recognised by data_ptr(), which is 0 on meta."""
-    kind: Any = torch.UntypedStorage
-    old = kind.data_ptr
-    kind.data_ptr = lambda self: self._cdata if self.device.type == "meta" else old(self)
+        kind.forward = lambda self, query, key, value, *args, **kwargs: Fused.apply(query, key, value)  # type: ignore[method-assign, no-untyped-call]
 
 
 def _types() -> None:

@@ -55,11 +55,6 @@ class Recorder(OperationObserver):  # type: ignore[no-untyped-call]
         """The collectives."""
         return Counter((one.kind, len(one.group), one.dtype, one.end - one.begin) for one in self.sent)
 
-    def clear(self) -> None:
-        """Clears the records."""
-        self.sent.clear()
-        self.products.clear()
-
     def multiplies(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         """Counts a product by its sizes; each of a batch."""
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -128,23 +123,19 @@ def compare_wires(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) ->
     for (kind, ranks, dtype, size), count in seen.items():
         if ranks > 1 and size >= _SMALL and dtype != "int64":
             found[kind, 0 if kind in ("send", "receive") else ranks, dtype] += size * count
-    loose = 0.005
-    return [
-        f"{kind} over {ranks or 'neighbouring'} ranks in {dtype}: issued {found[key]:,} bytes, listed {wanted[key]:,}"
-        for key in sorted(set(wanted) | set(found))
-        for kind, ranks, dtype in [key]
-        if abs(found[key] - wanted[key]) > loose * max(found[key], wanted[key])
-        and not _bookkeeping(kind, found[key], wanted[key])
-    ]
+    faults = []
+    for key in sorted(set(wanted) | set(found)):
+        (kind, ranks, dtype), issued, listed = key, found[key], wanted[key]
+        # reductions of norms' gradients and of losses, which the list omits: less than a thousandth of the relevant traffic
+        bookkeeping = kind in ("all_reduce", "broadcast") and not listed and issued < 2**24
+        if abs(issued - listed) > 0.005 * max(issued, listed) and not bookkeeping:
+            where = f"{kind} over {ranks or 'neighbouring'} ranks in {dtype}"
+            faults.append(f"{where}: issued {issued:,} bytes, listed {listed:,}")
+    return faults
 
 
 def _ranks(wire: Any) -> int:
     return 0 if wire.group == "pipeline" else int(wire.ranks)
-
-
-def _bookkeeping(kind: str, found: int, wanted: int) -> bool:
-    """Reductions of norms' gradients and of losses, which the list omits: less than a thousandth of the relevant traffic."""
-    return kind in ("all_reduce", "broadcast") and not wanted and found < 2**24
 
 
 def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
@@ -219,19 +210,16 @@ def _audit(engine: Any, run: Run) -> tuple[tuple[str, ...], int]:
 def _step(engine: Any, run: Run, seen: Any, rank: int) -> dict[str, Any]:
     facts = run.facts
     batches = max(1, facts.global_batch_size // (facts.micro_batch_size * facts.parallel.data))
-    seen.clear()
+    seen.sent.clear()
+    seen.products.clear()
     engine.train_step(_feed(run), microbatches=batches)
     differences = [*compare_products(run, rank, batches, seen.products), *compare_wires(run, rank, batches, seen.wires)]
-    return {
-        "products": sum(seen.products.values()),
-        "wires": sum(seen.wires.values()),
-        "step": tuple(differences),
-    }
+    issued = {"products": sum(seen.products.values()), "wires": sum(seen.wires.values())}
+    return issued | {"step": tuple(differences)}
 
 
 def _feed(run: Run) -> Iterator[dict[str, Any]]:
     size = (run.facts.micro_batch_size, run.facts.shape.seq_length // run.facts.parallel.context)
     while True:
-        yield {name: torch.empty(size, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")} | {
-            "loss_mask": torch.empty(size)
-        }
+        batch = {name: torch.empty(size, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
+        yield batch | {"loss_mask": torch.empty(size)}

@@ -11,16 +11,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.machines import machine
 from mpbridge.common.traits import DEFAULT
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.training.simulate import Simulated
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
-
 
 _CUDA_ONLY: dict[str, Any] = {
     "tp_comm_overlap": False, "cpu_offloading": False, "cpu_offloading_num_layers": 0, "moe_grouped_gemm": False, "moe_permute_fusion": False,
@@ -47,17 +44,14 @@ def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[st
         changed["moe_token_dispatcher_type"] = "alltoall"
     whole: Any = {**model, **changed}
     box = dataclasses.replace(box, model=whole)
-    first = (
-        box.resolved(world, training=False) if played else box.resolved(world, machine=machine("cpu"), training=False)
-    )
+    first = box.resolved(world, machine=None if played else machine("cpu"), training=False)
     messages = [f"model.{name}={value}" for name, value in changed.items()]
     if first.policy.quantized and not played:
         # low-precision weights exist only with Transformer Engine: use high-precision storage, as the emulation does
         box = dataclasses.replace(box, emulate=True)
         first = box.resolved(world, machine=machine("cpu"), training=False)
-        messages.append(
-            "emulate=true (weights are stored in the compute dtype; --emulate te builds low-precision storage)"
-        )
+        stored = "weights are stored in the compute dtype; --emulate te builds low-precision storage"
+        messages.append(f"emulate=true ({stored})")
     if first.engine != DEFAULT:
         raise BadValue(f"simulate builds megatron-core's own engine, found engine={first.engine}")
     return first, tuple(messages)
@@ -88,16 +82,12 @@ def _preload() -> None:
     """Imports what every rank needs once; child processes inherit it."""
     import warnings
 
-    shown, warnings.showwarning = warnings.showwarning, _nothing
+    shown, warnings.showwarning = warnings.showwarning, lambda *given, **named: None
     try:  # megatron-core warns at import about missing Transformer Engine and Apex
         importlib.import_module("mpbridge.backend.megatron.process").import_all()
         importlib.import_module("mpbridge.training.simulate.rank")
     finally:
         warnings.showwarning = shown
-
-
-def _nothing(*given: Any, **named: Any) -> None:
-    pass
 
 
 class _Nursery:

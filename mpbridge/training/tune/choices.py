@@ -202,11 +202,8 @@ def configured(
         rules[glob] = [*known, *said]
     changes: dict[str, Any] = {"modules": rules or None}
     if start or end:
-        changes |= {
-            "first_last_layers_bf16": True,
-            "num_layers_at_start_in_bf16": start,
-            "num_layers_at_end_in_bf16": end,
-        }
+        changes |= {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
+        changes["first_last_layers_bf16"] = True
     return base.derive(**changes)
 
 

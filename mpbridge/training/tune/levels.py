@@ -88,8 +88,6 @@ def levels_of(words: Sequence[str], policy: PrecisionPolicy) -> Levels:
             quant = rule_of_word(word, policy.compute)
         except BadValue as error:
             raise BadValue(f"level{error}") from None
-        if quant is not None and quant.row.history:
-            raise Refused(f"level {word}: {quant.row.words} cannot be chosen per module; use another level")
         if quant is not None and quant == own:
             raise BadValue(f"level {word} is the recipe's own: levels are what linears move up to")
         if quant is not None and own is not None and quant.bits < own.bits:
@@ -245,17 +243,13 @@ def seconds(
     """
     using = pricing.constants or constants()
     if run is None:
-        return [
-            {
-                name: sum(
-                    linear_seconds(*shapes[slot], quant, policy.compute, pricing.machine, using, pricing.basis)
-                    for slot in unit.slots
-                    if slot in shapes
-                )
-                for name, quant in levels.items()
-            }
-            for unit in units
-        ]
+
+        def spent(unit: DecisionUnit, quant: Quant | None) -> float:
+            called = (shapes[slot] for slot in unit.slots if slot in shapes)
+            on, basis = pricing.machine, pricing.basis
+            return sum(linear_seconds(*shape, quant, policy.compute, on, using, basis) for shape in called)
+
+        return [{name: spent(unit, quant) for name, quant in levels.items()} for unit in units]
     known: dict[tuple[int, str], Mapping[str, float]] = {}
     found: Costs = []
     for unit in units:
@@ -291,10 +285,8 @@ def bytes_of(
         for name, quant in levels.items():
             key = (unit.kind, run.shape.parts(unit.layer), name)
             if key not in known:
-                regions = tuple(
-                    Region(modules=glob, layers=((layer, layer),), quant=quant) for layer, glob in unit.places
-                )
-                changed = dataclasses.replace(base, regions=(*regions, *base.regions))
+                own = (Region(modules=glob, layers=((layer, layer),), quant=quant) for layer, glob in unit.places)
+                changed = dataclasses.replace(base, regions=(*own, *base.regions))
                 known[key] = float(memory(changed, run).needed) - whole
             cost[name] = known[key]
         found.append(cost)

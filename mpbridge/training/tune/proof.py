@@ -10,19 +10,17 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from mpbridge.backend.devices.collectives import summed
+from mpbridge.backend.engines.contract import Batch
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.numerics import Emulation
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.training.data.batches import Feed
 from mpbridge.training.tune.choices import TUNED
-
-if TYPE_CHECKING:
-    from mpbridge.backend.engines.contract import Batch
-    from mpbridge.training.data.batches import Feed
 
 BatchSource = str
 """'train': batches for scoring; 'valid': batches not used for scores."""
@@ -93,10 +91,8 @@ class ModuleSubject:
         unseen: int,
     ) -> None:
         self.module, self.loss, self.emulation = module, loss, emulation
-        self.batches = {
-            "train": list(batches[: len(batches) - unseen]),
-            "valid": list(batches[len(batches) - unseen :]),
-        }
+        scored = len(batches) - unseen
+        self.batches = {"train": list(batches[:scored]), "valid": list(batches[scored:])}
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def backward(self, split: BatchSource, number: int) -> float:
@@ -183,13 +179,8 @@ class GradientError:
 
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""
-        return {
-            "error": self.error,
-            "se": self.se,
-            "bias": self.bias,
-            "noise": self.noise,
-            "loss_gap": statistics.fmean(self.gaps),
-        }
+        figures = {"error": self.error, "se": self.se, "bias": self.bias, "noise": self.noise}
+        return figures | {"loss_gap": statistics.fmean(self.gaps)}
 
 
 def _se(values: Sequence[float]) -> float:
@@ -262,9 +253,8 @@ class Folded:
             while begin < flat.numel():
                 lap, at = divmod(place, FOLD)
                 piece = flat[begin : begin + FOLD - at]
-                fold[at : at + piece.numel()] += (
-                    piece * _signs(lap, flat.device)[at : at + piece.numel()] if lap else piece
-                )
+                span = slice(at, at + piece.numel())
+                fold[span] += piece * _signs(lap, flat.device)[span] if lap else piece
                 begin, place = begin + piece.numel(), place + piece.numel()
         if fold is not None:
             if place < fold.numel():  # the vectors are all this long: what is behind them stays zero
@@ -320,11 +310,9 @@ def judged(proof: Mapping[str, GradientError], spent: Mapping[str, float], same:
     drawn = [name for name in proof if name.startswith("random")]
     if drawn:
         errors = [proof[name].error for name in drawn]
-        each = (
-            f"{sum(errors) / len(errors):.3f} on average, {min(errors):.3f} the best of them"
-            if len(drawn) > 1
-            else f"{errors[0]:.3f}"
-        )
+        each = f"{errors[0]:.3f}"
+        if len(drawn) > 1:
+            each = f"{sum(errors) / len(errors):.3f} on average, {min(errors):.3f} the best of them"
         below = f", below {take}'s {proof[take].error:.3f}" if min(errors) < proof[take].error else ""
         lines.append(
             f"{len(drawn)} random choice{'s' if len(drawn) > 1 else ''} at {_costs([spent[name] / spent[TUNED] for name in drawn])}: off by {each}{below}"
@@ -333,15 +321,12 @@ def judged(proof: Mapping[str, GradientError], spent: Mapping[str, float], same:
         if name.startswith("all ") and spent[name] > spent[TUNED] * SAME_COST and one.error < mine.error:
             lines.append(f"{name} costs {spent[name] / spent[TUNED]:.2f} times as much and is off by {one.error:.3f}")
     final = proof[take]
-    word = "is below" if final.noise <= YARDSTICK else "is above"
-    lines.append(
-        f"noise per global batch {final.noise:.3f} of the gradient {word} the yardstick {YARDSTICK:.3f} (1/sqrt 3), bias {final.bias:.3f}"
-        + (
-            ""
-            if final.noise <= YARDSTICK
-            else f": a global batch {math.ceil((final.noise / YARDSTICK) ** 2)} times as large would bring it below"
-        )
-    )
+    word, cure = "is below", ""
+    if final.noise > YARDSTICK:
+        times = math.ceil((final.noise / YARDSTICK) ** 2)
+        word, cure = "is above", f": a global batch {times} times as large would bring it below"
+    noise = f"noise per global batch {final.noise:.3f} of the gradient"
+    lines.append(f"{noise} {word} the yardstick {YARDSTICK:.3f} (1/sqrt 3), bias {final.bias:.3f}{cure}")
     return TuningVerdict(take=take, lines=tuple(lines))
 
 
@@ -350,11 +335,8 @@ def _beside_rules(
 ) -> tuple[str, list[str]]:
     """(the arm to take, why) from the proposal and the simple rules that cost no more."""
     mine = proof[TUNED]
-    rules = {
-        name: one
-        for name, one in proof.items()
-        if not name.startswith("random") and name != TUNED and spent[name] <= spent[TUNED] * SAME_COST
-    }
+    affordable = [name for name in proof if name != TUNED and spent[name] <= spent[TUNED] * SAME_COST]
+    rules = {name: proof[name] for name in affordable if not name.startswith("random")}
     if not rules:
         return TUNED, []
     best = min(rules, key=lambda name: rules[name].error)

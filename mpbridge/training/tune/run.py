@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from mpbridge.planning.rules.gemm_shapes import spans
 from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import FOREIGN, get_mixed_precision_config, recipes
+from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.load import dump_yaml
 from mpbridge.settings.training import microbatches
 from mpbridge.training.checkpoint import store
@@ -31,9 +32,6 @@ from mpbridge.training.tune.choices import LOW, TUNED
 from mpbridge.training.tune.levels import Budget, Pricing, Where, aimed, budget_of, expressible, prepared
 from mpbridge.training.tune.proof import EngineSubject, ModuleSubject
 from mpbridge.training.tune.tuning import AGREE, ENOUGH, FEWEST, Tuned, TuningRequest, refuse_bad, tuned
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer, Run
 
 
 def tune(
@@ -64,9 +62,8 @@ def tune(
         found, left_out = aimed(config, levels, where)
         target = where.priced(policy)
         priced = container.resolved(world, machine=target, versions=where.versions, training=False).facts
-        found, notes = expressible(
-            found, base, run=priced if where.machine else None, stack=where.stack, asked=levels is not None
-        )
+        there = priced if where.machine else None
+        found, notes = expressible(found, base, run=there, stack=where.stack, asked=levels is not None)
         asked = TuningRequest(
             config=config,
             levels=found,
@@ -250,10 +247,8 @@ def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str 
         "take": result.verdict.take,
         "notes": list(result.notes),
     }
-    return {
-        **fields(result.recipes[TUNED], recipe),
-        "evidence": {name: value for name, value in said.items() if value not in (None, [])},
-    }
+    known = {name: value for name, value in said.items() if value not in (None, [])}
+    return {**fields(result.recipes[TUNED], recipe), "evidence": known}
 
 
 def fields(config: MixedPrecisionConfig, recipe: str) -> dict[str, Any]:
@@ -280,9 +275,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
     try:
         files.write(path, dump_yaml(content))
     except OSError as error:
-        raise BadValue(
-            f"--out {path}: {error.strerror or error} (expected a file name in an existing folder)"
-        ) from None
+        why = error.strerror or error
+        raise BadValue(f"--out {path}: {why} (expected a file name in an existing folder)") from None
 
 
 def moved(result: Tuned) -> list[tuple[str, str, str, str]]:
@@ -297,13 +291,9 @@ def moved(result: Tuned) -> list[tuple[str, str, str, str]]:
         layers.extend(dict.fromkeys(layer for layer, _ in unit.places))
         rows[unit.kind, level] = (layers, saved + mine.get(LOW, 0.0) - mine[level])
     order = sorted(rows.items(), key=lambda item: -item[1][1])
+    misfit = "its shapes do not fit the low format"
     return [
-        (
-            kind,
-            spans(layers),
-            level,
-            f"{saved / whole:.0%} of all low's damage" if saved > 0 else "its shapes do not fit the low format",
-        )
+        (kind, spans(layers), level, f"{saved / whole:.0%} of all low's damage" if saved > 0 else misfit)
         for (kind, level), (layers, saved) in order
     ]
 
@@ -330,18 +320,12 @@ def sections(result: Tuned) -> list[tuple[str, Sequence[str], list[Sequence[str]
 def rows(result: Tuned) -> list[Sequence[str]]:
     """One row per arm."""
     memory = result.asked.budget.what == "memory"
-    return [
-        (
-            name,
-            f"{size(result.spent[name])}" if memory else f"{result.spent[name]:.3f}",
-            f"{one.error:.4f}",
-            f"{one.se:.4f}",
-            f"{one.bias:.4f}",
-            f"{one.noise:.4f}",
-            f"{sum(one.gaps) / len(one.gaps):+.4f}",
-        )
-        for name, one in result.proof.items()
-    ]
+    found: list[Sequence[str]] = []
+    for name, one in result.proof.items():
+        cost = size(result.spent[name]) if memory else f"{result.spent[name]:.3f}"
+        figures = (f"{figure:.4f}" for figure in (one.error, one.se, one.bias, one.noise))
+        found.append((name, cost, *figures, f"{sum(one.gaps) / len(one.gaps):+.4f}"))
+    return found
 
 
 def lines(result: Tuned, recipe: str) -> list[str]:
@@ -352,17 +336,13 @@ def lines(result: Tuned, recipe: str) -> list[str]:
     if math.isnan(result.agreement):
         agreement = "two halves of the batches have no rankings to compare: fewer than three decisions, or all equal"
     else:
-        agreement = (
-            f"two halves of the batches rank the decisions with a correlation of {result.agreement:.2f} (Spearman)"
-        )
-        agreement += f": below {AGREE}" if result.pooled else ""
+        rank = f"rank the decisions with a correlation of {result.agreement:.2f} (Spearman)"
+        agreement = f"two halves of the batches {rank}{f': below {AGREE}' if result.pooled else ''}"
     found.append(agreement + (", so layers were pooled to whole kinds" if result.pooled else ""))
-    found.append(
-        f"expected gradient error of the choice: {result.predicted:.4f}; measured: {result.proof[TUNED].error:.4f}"
-    )
+    measured = result.proof[TUNED].error
+    found.append(f"expected gradient error of the choice: {result.predicted:.4f}; measured: {measured:.4f}")
     found += [f"note: {note}" for note in result.notes]
     found += [f"verdict: {line}" for line in result.verdict.lines]
     if result.verdict.take != TUNED:
-        said = fields(result.recipes[result.verdict.take], recipe)
-        found.append(f"take: {said}")
+        found.append(f"take: {fields(result.recipes[result.verdict.take], recipe)}")
     return found

@@ -183,14 +183,11 @@ def joint(
         for gemm in GEMMS:
             rules = Gemms(**{other: quant if other == gemm else None for other in GEMMS})
             kept = tuple(dataclasses.replace(region, quant=None, gemms=None) for region in policy.regions[:-1])
-            arms[f"{name} {gemm}"] = dataclasses.replace(
-                policy, regions=(*kept, *spared, Region(quant=quant, gemms=rules))
-            )
+            regions = (*kept, *spared, Region(quant=quant, gemms=rules))
+            arms[f"{name} {gemm}"] = dataclasses.replace(policy, regions=regions)
     found = prove(subject, arms, batches, split="train")
-    return {
-        name: {gemm: statistics.fmean(e * e for e in found[f"{name} {gemm}"].errors) for gemm in GEMMS}
-        for name in levels
-    }
+    squares = {arm: statistics.fmean(error * error for error in one.errors) for arm, one in found.items()}
+    return {name: {gemm: squares[f"{name} {gemm}"] for gemm in GEMMS} for name in levels}
 
 
 def damages(
@@ -214,13 +211,11 @@ def damages(
             # an expert that got no token in any batch has no score and no observed damage
             if all(part is None for part in parts):
                 continue
-            mine[name] = math.fsum(
-                whole[name][gemm] * part.score[gemm] / totals[name, gemm]
-                for part in parts
-                if part is not None
-                for gemm in GEMMS
-                if totals[name, gemm]
+            known = [gemm for gemm in GEMMS if totals[name, gemm]]
+            shares = (
+                whole[name][gemm] * part.score[gemm] / totals[name, gemm] for part in parts if part for gemm in known
             )
+            mine[name] = math.fsum(shares)
         found.append(mine)
     return found
 

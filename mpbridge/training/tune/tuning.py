@@ -242,21 +242,18 @@ class _Choice:
                     f"--budget {budget}: all low already has an expected error of {damage:.3g}, so everything meets it: use the recipe as it is, or a smaller error"
                 )
             return budget.value**2
-        cheapest = math.fsum(
-            min(cost[name] for name in mine) for cost, mine in zip(self.costs, self.options, strict=True)
-        )
+        pairs = zip(self.costs, self.options, strict=True)
+        cheapest = math.fsum(min(cost[name] for name in mine) for cost, mine in pairs)
         most = self.spent(self.high)
         limit = budget.value - self.floor if self.memory else budget.value * self.spent(self.low)
-        least_shown, most_shown = (
-            size(self.shown(cost)) if self.memory else f"{self.shown(cost):.3g}" for cost in (cheapest, most)
-        )
+        shown = [size(self.shown(cost)) if self.memory else f"{self.shown(cost):.3g}" for cost in (cheapest, most)]
         if limit < cheapest * (1 - 1e-9):
             raise BadValue(
-                f"--budget {budget}: nothing meets it; the cheapest choice costs {least_shown}: use a larger budget"
+                f"--budget {budget}: nothing meets it; the cheapest choice costs {shown[0]}: use a larger budget"
             )
         if limit >= most:
             raise BadValue(
-                f"--budget {budget}: everything meets it; {high} for all linears costs {most_shown}: use {high}, or a smaller budget"
+                f"--budget {budget}: everything meets it; {high} for all linears costs {shown[1]}: use {high}, or a smaller budget"
             )
         return limit
 
@@ -265,8 +262,7 @@ class _Choice:
         asked, limit, swapped = self.asked, self.limit(), self.asked.budget.what == "gradient-error"
         prices = [{name: cost[name] for name in mine} for cost, mine in zip(self.costs, self.options, strict=True)]
         picked = least(prices, self.options, limit) if swapped else least(self.options, prices, limit)
-        if picked is None:
-            raise BadValue(f"--budget {asked.budget}: nothing meets it")
+        assert picked is not None, "refused by `limit`"
         if swapped and set(picked) == {asked.high}:
             smallest = min(damage for mine in self.options for level, damage in mine.items() if level != asked.high)
             raise BadValue(
@@ -283,8 +279,7 @@ class _Choice:
                 found[f"all {name}"] = uniform(self.units, self.options, name, asked.high)
         spent = self.spent(mine)
         for number in range(RANDOM):
-            drawn = at_random(self.units, self.options, self.costs, spent, asked.seed + number)
-            found[f"random {number + 1}"] = drawn
+            found[f"random {number + 1}"] = at_random(self.units, self.options, self.costs, spent, asked.seed + number)
         return found
 
     def proved(self, subject: Subject, agreement: float, pooled: bool, say: Callable[[str], None]) -> Tuned:

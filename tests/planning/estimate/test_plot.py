@@ -17,7 +17,7 @@ RUN = ["--config", "configs/gpt_125m.yaml", "--recipe", "bf16_with_fp8_current_s
 def test_the_picture_holds_the_step_and_the_memory_of_both_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import mpbridge.common.report.curves as bars
+    import mpbridge.cli.estimate as bars
 
     seen: list[Any] = []
     draw = bars.stacked_bars

@@ -19,6 +19,10 @@ from tests.conftest import OLD
 
 SAVED = Path(__file__).parents[2] / "golden" / "checkpoint_ce54c4a.tar.xz"
 SEQ, VOCAB = 8, 32
+MODEL = {
+    "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": VOCAB, "max_sequence_length": SEQ,
+    "add_bias_linear": False, "position_embedding_type": "rope",
+}  # fmt: skip
 THEN = [3.4569754600524902, 3.4466328620910645]
 """Its losses of steps 3 and 4."""
 
@@ -38,15 +42,7 @@ def test_a_run_of_an_earlier_commit_goes_on(tmp_path) -> None:
     assert reader.needs_converting(place)
     run = ConfigContainer(
         mixed_precision="bf16_mixed",
-        model={
-            "num_layers": 1,
-            "hidden_size": 16,
-            "num_attention_heads": 2,
-            "vocab_size": VOCAB,
-            "max_sequence_length": SEQ,
-            "add_bias_linear": False,
-            "position_embedding_type": "rope",
-        },
+        model=MODEL,
         optimizer={"lr": 1e-3},
         ddp={"use_distributed_optimizer": True},
         train={"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 4, "eval_interval": None},

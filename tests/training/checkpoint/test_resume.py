@@ -92,12 +92,9 @@ def values(training):
     params = {one.parameter: one.tensor.detach() for one in live if one.role == "params"}
     for one in live:
         if one.role == "main_params":
-            halves = one.tensor.dtype is torch.int16
-            whole = (
-                join(params[one.parameter].flatten(), one.tensor.flatten())
-                if halves
-                else one.tensor.detach().float().flatten()
-            )
+            whole = one.tensor.detach().flatten()
+            halves = whole.dtype is torch.int16
+            whole = join(params[one.parameter].flatten(), whole) if halves else whole.float()
             found[f"main {one.parameter}"] = whole.clone()
         elif one.role in ("exp_avg", "exp_avg_sq"):
             found[f"{one.role} {one.parameter}"] = one.tensor.detach().float().flatten().clone()
@@ -134,11 +131,7 @@ def begun(tmp_path_factory):
     def begin(name):
         spec = DELAYED if name == "delayed" else FP16 if name == "fp16" else name
         grab, folder = Grab(), folders / name
-        return (
-            folder,
-            grab,
-            go(still(spec, checkpoint={"save": str(folder), **AT_3}), grab).losses,
-        )
+        return folder, grab, go(still(spec, checkpoint={"save": str(folder), **AT_3}), grab).losses
 
     return begin
 
@@ -151,21 +144,13 @@ def begun(tmp_path_factory):
         pytest.param("fp16", "bf16_mixed", "lossy", EXACT, id="fp16 to bf16: the scaler is lost"),
         pytest.param("bf16_mixed", "bf16_mixed+", "safe", EXACT, id="to the distributed optimizer"),
         pytest.param("bf16_mixed+", "fp32", "safe", EXACT, id="from the distributed optimizer"),
-        pytest.param(
-            "bf16_mixed_bf16_moments+", "bf16_mixed", "safe", EXACT, id="remainders and narrow moments to wide"
-        ),
-        pytest.param(
-            "bf16_mixed", "bf16_mixed_bf16_moments+", "lossy", {"main"}, id="moments narrowed, main weights kept"
-        ),
+        pytest.param("bf16_mixed_bf16_moments+", "bf16_mixed", "safe", EXACT, id="remainders and moments widened"),
+        pytest.param("bf16_mixed", "bf16_mixed_bf16_moments+", "lossy", {"main"}, id="moments alone narrowed"),
         pytest.param("fp32", "full_bf16", "lossy", set(), id="main weights narrowed"),
         pytest.param("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "safe", EXACT, id="bf16 to blockwise fp8"),
         pytest.param("delayed", "bf16_mixed", "lossy", EXACT, id="delayed to bf16: the history is lost"),
-        pytest.param(
-            "delayed", DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of the history"
-        ),
-        pytest.param(
-            "fp32_params_bf16_compute", "bf16_params_fp32_states", "safe", EXACT, id="fsdp2: torch's Adam to FusedAdam"
-        ),
+        pytest.param("delayed", DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of history"),
+        pytest.param("fp32_params_bf16_compute", "bf16_params_fp32_states", "safe", EXACT, id="fsdp2: another Adam"),
         pytest.param("fp32_params_bf16_compute", "bf16_megatron_fsdp", "safe", EXACT, id="fsdp2 to megatron-fsdp"),
     ],
 )
@@ -255,18 +240,12 @@ def test_another_model_is_refused_before_anything_is_read(saved):
 
 def test_another_schedule_is_an_error_that_names_the_cure(saved):
     cure = r"to keep the checkpoint's: scheduler\.lr_decay_iters=\d+; .*scheduler\.override_opt_param_scheduler=true"
+    again = functools.partial(run, "bf16_mixed", iters=2, checkpoint={"load": str(saved)})
     with pytest.raises(Contradiction, match=cure) as found:
-        go(run("bf16_mixed", iters=2, checkpoint={"load": str(saved)}, scheduler={"lr_decay_iters": 50}))
+        go(again(scheduler={"lr_decay_iters": 50}))
     kept = int(re.search(r"lr_decay_iters=(\d+)", str(found.value))[1])
-    assert go(run("bf16_mixed", iters=2, checkpoint={"load": str(saved)}, scheduler={"lr_decay_iters": kept})).losses
-    assert go(
-        run(
-            "bf16_mixed",
-            iters=2,
-            checkpoint={"load": str(saved)},
-            scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True},
-        )
-    ).losses
+    assert go(again(scheduler={"lr_decay_iters": kept})).losses
+    assert go(again(scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True})).losses
 
 
 def test_another_recipe_needs_a_word_of_consent_before_anything_is_built(saved, monkeypatch):
@@ -311,18 +290,13 @@ def two(tmp_path_factory):
         place = str(folder / name.replace(" ", "_"))
         kept = {"checkpoint": {"save": place, **AT_3} | spec.get("checkpoint", {})}
         base = {"recipe": recipe, "ddp": DIST} | {key: value for key, value in spec.items() if key != "checkpoint"}
-        specs |= {
-            (name, "whole"): base | kept,
-            (name, "second"): base | {"checkpoint": {"load": f"{place}/step_00000003"}},
-        }
+        specs[name, "whole"] = base | kept
+        specs[name, "second"] = base | {"checkpoint": {"load": f"{place}/step_00000003"}}
     third = {"checkpoint": {"load": str(folder / "fp32" / "step_00000003")}}
     lost = {"recipe": "fp32", "ddp": DIST, "hooks": [Loses()], "train": {"audit": "warn"}}
     specs["fp32", "lost"] = lost | third
     base, load = {"recipe": "fp32"} | RESHARD, {"checkpoint": {"load": str(folder / "tensor" / "step_00000003")}}
-    tensor, pipeline = (
-        {"parallel": {"tensor_model_parallel_size": 2}},
-        {"parallel": {"pipeline_model_parallel_size": 2}},
-    )
+    tensor, pipeline = ({"parallel": {f"{kind}_model_parallel_size": 2}} for kind in ("tensor", "pipeline"))
     specs |= {
         ("reshard", "whole"): base | tensor | {"checkpoint": {"save": str(folder / "tensor"), **AT_3}},
         ("reshard", "pipeline"): base | pipeline | load,
@@ -352,11 +326,8 @@ def test_a_tensor_parallel_checkpoint_goes_on_in_any_layout(two):
     folder, seen = two
     alone = go(run("fp32", checkpoint={"load": str(folder / "tensor" / "step_00000003")}, **RESHARD)).losses
     whole = seen["reshard", "whole"]["losses"]
-    for losses in (
-        seen["reshard", "pipeline"]["losses"],
-        seen["reshard", "data"]["losses"],
-        {str(step): loss for step, loss in alone.items()},
-    ):
+    others = (seen["reshard", layout]["losses"] for layout in ("pipeline", "data"))
+    for losses in (*others, {str(step): loss for step, loss in alone.items()}):
         assert sorted(losses) == ["4", "5", "6"]
         # fp32 sums in another order: a few units in the last place of losses near 4
         assert all(abs(loss - whole[step]) < 1e-6 for step, loss in losses.items()), (losses, whole)
@@ -417,27 +388,17 @@ def test_every_pair_of_recipes_goes_on_as_its_verdict_says(tmp_path):
             assert said.goes_on
             assert list(losses) == [4]
             lost = " ".join(said.lost)
-            for role, text in (
-                ("main", "main weights"),
-                ("exp_avg", "first moments"),
-                ("exp_avg_sq", "second moments"),
-            ):
-                same = all(
-                    (value == grab.loaded[key]).all()
-                    for key, value in saved[before].items()
-                    if key.startswith(f"{role} ")
-                )
+            roles = {"main": "main weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
+            for role, text in roles.items():
+                held = {key: value for key, value in saved[before].items() if key.startswith(f"{role} ")}
+                same = all((value == grab.loaded[key]).all() for key, value in held.items())
                 assert same == (text not in lost), (before, after, role, said)
     assert seen == {"same", "safe", "lossy"}
 
 
 def test_one_command_begins_with_the_weights_of_another_run_and_goes_on_with_its_own(tmp_path):
     first = go(run("bf16_mixed", iters=2, checkpoint={"save": str(tmp_path / "first")}))
-    own = {
-        "pretrained_checkpoint": str(tmp_path / "first"),
-        "save": str(tmp_path / "own"),
-        "load": str(tmp_path / "own"),
-    }
+    own = {way: str(tmp_path / "own") for way in ("save", "load")} | {"pretrained_checkpoint": str(tmp_path / "first")}
     begun = go(run("bf16_mixed", iters=1, checkpoint=own))
     assert sorted(begun.losses) == [1]  # steps count from 0
     assert begun.losses[1] != first.losses[1]

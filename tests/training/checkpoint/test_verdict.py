@@ -167,13 +167,9 @@ def _is_fifo(folder):
     os.mkfifo(folder / store.MANIFEST)
 
 
-def _states(step):
-    def change(folder):
-        store.write_whole(
-            folder / store.MANIFEST, json.dumps(json.loads((folder / store.MANIFEST).read_text()) | {"step": step})
-        )
-
-    return change
+def _negative(folder):
+    manifest = json.loads((folder / store.MANIFEST).read_text()) | {"step": -6}
+    store.write_whole(folder / store.MANIFEST, json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
@@ -181,12 +177,10 @@ def _states(step):
     [
         pytest.param(lambda folder: (folder / store.MANIFEST).write_text("[" * 200_000), store.MANIFEST, id="brackets"),
         pytest.param(_is_fifo, store.MANIFEST, id="a pipe"),
-        pytest.param(_states(-6), store.MANIFEST, id="negative step"),
+        pytest.param(_negative, store.MANIFEST, id="negative step"),
         pytest.param(lambda folder: (folder / store.MANIFEST).unlink(), store.MANIFEST, id="no manifest"),
         pytest.param(lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing", id="no tensors"),
-        pytest.param(
-            lambda folder: (folder / "__0_0.distcp").write_text("{"), "__0_0.distcp has 1 bytes", id="cut off"
-        ),
+        pytest.param(lambda folder: (folder / "__0_0.distcp").write_text("{"), "__0_0.distcp has 1 bytes", id="cut"),
     ],
 )
 def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named):
@@ -213,9 +207,8 @@ def test_the_verb_says_it(checkpoint, capsys, arguments, code, said):
 
 
 def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
-    found = verdict(
-        made("bf16_mixed"), made("bf16_mixed", dataclasses.replace(FACTS, optimizer=OptimizerFacts(name="sgd")))
-    )
+    sgd = dataclasses.replace(FACTS, optimizer=OptimizerFacts(name="sgd"))
+    found = verdict(made("bf16_mixed"), made("bf16_mixed", sgd))
     assert [resume_check.exit_code(found, reset=reset) for reset in (False, True)] == [1, 0]
 
 
@@ -237,6 +230,10 @@ def test_the_verb_needs_no_framework(checkpoint):
         pytest.param("[]", "schema 'list'", id="a list"),
         pytest.param('{"schema": 99}', "schema 99", id="from the future"),
         pytest.param('{"schema": 1}', "KeyError", id="incomplete"),
+        *(
+            pytest.param(json.dumps(made("bf16_mixed").as_data() | {name: ["x"]}), f"{name}: expected a table", id=name)
+            for name in ("shape", "parallel", "versions", "stored", "function", "optimizer_section")
+        ),
     ],
 )
 def test_a_damaged_fingerprint_is_named(tmp_path, text, said):
@@ -244,13 +241,6 @@ def test_a_damaged_fingerprint_is_named(tmp_path, text, said):
     with pytest.raises(CheckpointError, match=said) as told:
         read_fingerprint(tmp_path)
     assert FILE in str(told.value)
-
-
-@pytest.mark.parametrize("name", ["shape", "parallel", "versions", "stored", "function", "optimizer_section"])
-def test_a_forged_fingerprint_is_one_line(tmp_path, name):
-    (tmp_path / FILE).write_text(json.dumps(made("bf16_mixed").as_data() | {name: ["x"]}))
-    with pytest.raises(CheckpointError, match=f"{name}: expected a table"):
-        read_fingerprint(tmp_path)
 
 
 @pytest.mark.parametrize("sizes", [None, {"mamba_num_heads": 8}])
@@ -277,12 +267,9 @@ def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
     partial = store.begin(tmp_path, 14)
     batch = int(run.train["global_batch_size"])
     own = {
-        "max_lr": 0.002,
-        "min_lr": 0.0002,
-        "lr_warmup_steps": 20 * batch,
-        "lr_decay_steps": 21 * batch,
+        "max_lr": 0.002, "min_lr": 0.0002, "lr_warmup_steps": 20 * batch, "lr_decay_steps": 21 * batch,
         "lr_decay_style": "cosine",
-    }
+    }  # fmt: skip
     (partial / "config.yaml").write_text(run.container.to_yaml())
     (partial / FILE).write_text(json.dumps(fingerprint(run.recipe, run.policy, run.facts, {}).as_data()))
     (partial / "state.json").write_text(json.dumps(encoded({"run": {"scheduler": own}})))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.common.errors import BadValue, DataError
+from mpbridge.common.errors import DataError
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.data.batches import FIELDS, Feed
 
@@ -27,23 +27,11 @@ def _run(tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, **train: 
     source = tmp_path / "a.txt"
     if not source.exists():
         source.write_text("".join(f"line number {n}\n" for n in range(2000)))
+    own = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 6, "eval_iters": 1, "eval_interval": 3}
+    data = {"corpus": corpus or str(source), "tokenizer": "byte", "seq_length": SEQ, "split": "90,10"}
     return SimpleNamespace(
-        train={
-            "micro_batch_size": 2,
-            "global_batch_size": 4,
-            "train_iters": 6,
-            "eval_iters": 1,
-            "eval_interval": 3,
-            "seed": 1,
-            **train,
-        },
-        data={
-            "corpus": corpus or str(source),
-            "tokenizer": "byte",
-            "seq_length": SEQ,
-            "split": "90,10",
-            "cache_dir": str(tmp_path / "cache"),
-        },
+        train={**own, "seed": 1, **train},
+        data={**data, "cache_dir": str(tmp_path / "cache")},
         facts=SimpleNamespace(shape=SimpleNamespace(vocab_size=vocab_size, seq_length=SEQ)),
         container=ConfigContainer(),
     )
@@ -125,11 +113,6 @@ def test_sample_of_another_length_is_named(tmp_path: Path) -> None:
     feed = Feed(_run(tmp_path, eval_interval=None), dataset=[{"tokens": torch.arange(5)}] * 4)
     with pytest.raises(DataError, match=r"shape \(4,\), expected \(16,\)"):
         _take(feed.batches("train"), 1)
-
-
-def test_missing_train_iters_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadValue, match=r"train\.train_iters is missing"):
-        next(batches(_run(tmp_path, train_iters=None), "train"))
 
 
 def test_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:

@@ -17,13 +17,9 @@ from mpbridge.training.data.prepare import pieces, prepare
 from mpbridge.training.data.sources import find, stdlib_files, tokenizer
 
 DIRTY = [
-    '{"text": "good"}',
-    '{"text": null}',
-    '{"text": 5}',
-    '{"text": ""}',
-    '{"text": ["ok", null, ""]}',
+    '{"text": "good"}', '{"text": null}', '{"text": 5}', '{"text": ""}', '{"text": ["ok", null, ""]}',
     '{"other": "x"}',
-]
+]  # fmt: skip
 
 
 def _broken() -> object:

@@ -58,12 +58,8 @@ def test_the_vocabulary_follows_from_the_tokenizer(tmp_path: Path) -> None:
     size = tokenizer_files(str(place)).size
     shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     for tensor, step in ((1, 64), (2, 128)):
-        config = ConfigContainer(
-            mixed_precision="bf16_mixed",
-            model=shape,
-            data={"tokenizer": str(place), "seq_length": 32},
-            parallel={"tensor_model_parallel_size": tensor},
-        )
+        data, parallel = {"tokenizer": str(place), "seq_length": 32}, {"tensor_model_parallel_size": tensor}
+        config = ConfigContainer(mixed_precision="bf16_mixed", model=shape, data=data, parallel=parallel)
         rows = config.resolved(tensor, training=False).facts.shape.vocab_size
         assert rows % step == 0
         assert size <= rows < size + step
@@ -88,10 +84,8 @@ def test_the_token_that_ends_a_text_can_be_given(tmp_path: Path) -> None:
 
 
 def test_files_alone_say_the_size(tmp_path: Path) -> None:
-    unigram = {
-        "model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.0]]},
-        "added_tokens": [{"id": 7, "content": "</s>"}],
-    }
+    model = {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.0]]}
+    unigram = {"model": model, "added_tokens": [{"id": 7, "content": "</s>"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
     found = tokenizer_files(str(tmp_path))
     assert (found.size, found.end) == (8, 7)
@@ -123,12 +117,10 @@ def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, content: str, sa
 
 def test_a_name_that_is_nothing_says_what_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    run = ConfigContainer(mixed_precision="bf16", model=model, data={"tokenizer": "gpt2", "seq_length": 32})
     with pytest.raises(Contradiction, match=r"mpbridge data inspect --tokenizer gpt2"):
-        ConfigContainer(
-            mixed_precision="bf16_mixed",
-            model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
-            data={"tokenizer": "gpt2", "seq_length": 32},
-        ).resolved(training=False)
+        run.resolved(training=False)
     # a copy in the cache is enough
     copy = tmp_path / "hub" / "models--gpt2"
     (copy / "refs").mkdir(parents=True)
@@ -136,12 +128,10 @@ def test_a_name_that_is_nothing_says_what_would_be(tmp_path: Path, monkeypatch: 
     (copy / "snapshots").mkdir(parents=True)
     vocabulary(copy / "snapshots" / "abc", "</s>")
     assert tokenizer_files("gpt2").size == 2
-    for name, said in (
-        ("./none", "expected 'byte', a tokenizer.json or a folder with one"),
-        (str(tmp_path), "contains no tokenizer.json"),
-    ):
-        with pytest.raises(BadValue, match=said):
-            tokenizer_files(name)
+    with pytest.raises(BadValue, match=r"expected 'byte', a tokenizer\.json or a folder with one"):
+        tokenizer_files("./none")
+    with pytest.raises(BadValue, match=r"contains no tokenizer\.json"):
+        tokenizer_files(str(tmp_path))
 
 
 def test_text_that_a_tokenizer_has_no_tokens_for_is_not_lost_in_silence(tmp_path: Path) -> None:
@@ -192,10 +182,8 @@ def test_who_says_which_token_ends_a_text_is_asked_in_order(tmp_path: Path) -> N
     say(place, special_tokens_map={"eos_token": "<other>"})
     assert found() == (3, "eos_token of special_tokens_map.json")  # which another file can decide
     say(place, tokenizer_config={"eos_token": {"content": "<end>"}})
-    assert found() == (
-        None,
-        "eos_token of tokenizer_config.json says 2 and eos_token of special_tokens_map.json says 3",
-    )
+    both = "eos_token of tokenizer_config.json says 2 and eos_token of special_tokens_map.json says 3"
+    assert found() == (None, both)
     say(place, special_tokens_map={}, config={"eos_token_id": 3})
     assert found() == (None, "eos_token of tokenizer_config.json says 2")  # against config.json as well
     say(place, config={})

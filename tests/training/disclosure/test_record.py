@@ -31,19 +31,10 @@ def made(tmp_path_factory):
     """A run with checkpoints of steps 2 and 4, both signed and published with the same key; 'key' and 'other' are pairs."""
     place = tmp_path_factory.mktemp("signed")
     folder = place / "run"
-    go(
-        run(
-            iters=4,
-            logger={"log_dir": str(folder)},
-            checkpoint={"save": str(folder / "checkpoints"), "save_interval": 2},
-            model=LLAMA,
-        )
-    )
-    pairs = {
-        "key": ec.generate_private_key(ec.SECP256R1()),
-        "other": ec.generate_private_key(ec.SECP256R1()),
-        "ed": ed25519.Ed25519PrivateKey.generate(),
-    }
+    kept = {"save": str(folder / "checkpoints"), "save_interval": 2}
+    go(run(iters=4, logger={"log_dir": str(folder)}, checkpoint=kept, model=LLAMA))
+    pairs = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("key", "other")}
+    pairs["ed"] = ed25519.Ed25519PrivateKey.generate()
     for name, key in pairs.items():
         write_key(place / f"{name}.pem", key)
         public = key.public_key().public_bytes(
@@ -52,18 +43,8 @@ def made(tmp_path_factory):
         (place / f"{name}.pub").write_bytes(public)
     shutil.copytree(folder, place / "unsigned")
     for step in (2, 4):
-        assert (
-            main(
-                [
-                    "disclose",
-                    str(folder / "checkpoints" / store.name_of(step)),
-                    "--sign",
-                    str(place / "key.pem"),
-                    "--publish",
-                ]
-            )
-            == 0
-        )
+        signed_one = str(folder / "checkpoints" / store.name_of(step))
+        assert main(["disclose", signed_one, "--sign", str(place / "key.pem"), "--publish"]) == 0
     return place
 
 
@@ -141,11 +122,8 @@ def test_the_envelopes_are_what_others_read(made, copy):
         statement = json.loads(body)
         form = {"type" if name == "_type" else name: value for name, value in statement.items()}
         Statement.copy_from_pb(ParseDict(form, Form())).validate()
-        wanted = {
-            file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in copy.iterdir()
-            if file.name not in (RECORD, SIGNATURE)
-        }
+        files = [file for file in copy.iterdir() if file.name not in (RECORD, SIGNATURE)]
+        wanted = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
         assert {one["name"]: one["digest"]["sha256"] for one in statement["subject"]} == wanted
     assert payload(lines(copy)[0])["predicate"]["buildDefinition"]["externalParameters"]["recipe"] == "bf16_mixed"
     assert len(payload(lines(copy)[1])["predicate"]["passedTests"]) == 3

@@ -25,14 +25,9 @@ CURRENT, MXFP8, DELAYED = (
 
 
 TINY = [
-    "model.num_layers=3",
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=128",
-    "model.max_sequence_length=32",
-    "data.seq_length=32",
-    "train.global_batch_size=4",
-    "train.micro_batch_size=2",
-]
+    "model.num_layers=3", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.max_sequence_length=32",
+    "data.seq_length=32", "train.global_batch_size=4", "train.micro_batch_size=2",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -20,16 +20,10 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
 SIZES = {
-    "input_layernorm.weight": (64,),
-    "self_attn.q_proj.weight": (64, 64),
-    "self_attn.k_proj.weight": (32, 64),
-    "self_attn.v_proj.weight": (32, 64),
-    "self_attn.o_proj.weight": (64, 64),
-    "post_attention_layernorm.weight": (64,),
-    "mlp.gate_proj.weight": (96, 64),
-    "mlp.up_proj.weight": (96, 64),
-    "mlp.down_proj.weight": (64, 96),
-}
+    "input_layernorm.weight": (64,), "self_attn.q_proj.weight": (64, 64), "self_attn.k_proj.weight": (32, 64),
+    "self_attn.v_proj.weight": (32, 64), "self_attn.o_proj.weight": (64, 64), "post_attention_layernorm.weight": (64,),
+    "mlp.gate_proj.weight": (96, 64), "mlp.up_proj.weight": (96, 64), "mlp.down_proj.weight": (64, 96),
+}  # fmt: skip
 
 
 def llama_tensors(dtype: torch.dtype = torch.bfloat16, *, tied: bool = False) -> dict[str, torch.Tensor]:

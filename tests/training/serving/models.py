@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from mpbridge.common.files import lock
 from mpbridge.training.checkpoint.store import locate
 from mpbridge.training.serving import files
-from mpbridge.training.serving.cast import Served
 from mpbridge.training.serving.convert import opened, to_checkpoint, to_folder
 from tests.training import survival
 from tests.training.serving import folders
@@ -29,12 +27,10 @@ SIZES = {
     "mlp.down_proj.weight": (256, 384),
 }  # fmt: skip
 RECIPES = {
-    "tensorwise": "bf16_with_fp8_current_scaling_mixed",
-    "rowwise": "bf16_with_fp8_rowwise",
-    "blockwise": "bf16_with_fp8_subchannel_scaling_mixed",
-    "mxfp8": "bf16_with_mxfp8_mixed",
+    "tensorwise": "bf16_with_fp8_current_scaling_mixed", "rowwise": "bf16_with_fp8_rowwise",
+    "blockwise": "bf16_with_fp8_subchannel_scaling_mixed", "mxfp8": "bf16_with_mxfp8_mixed",
     "nvfp4": "bf16_with_nvfp4_mixed",
-}
+}  # fmt: skip
 PARTS = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.linear_proj": ("self_attn.o_proj",),
@@ -101,16 +97,8 @@ def _mixture(root: Path) -> Path:
 
 def _trained(root: Path) -> Path:
     save = {"save": str(root / "run"), "save_interval": 1}
-    made = survival.run(
-        RECIPES["mxfp8"],
-        emulate=True,
-        iters=1,
-        checkpoint=save,
-        optimizer={"lr": 1e-2},
-        scheduler={"lr_warmup_iters": 0},
-        model=survival.LLAMA,
-    )
-    survival.go(made)
+    how: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "scheduler": {"lr_warmup_iters": 0}, "model": survival.LLAMA}
+    survival.go(survival.run(RECIPES["mxfp8"], emulate=True, iters=1, checkpoint=save, **how))
     _MAIN.append(locate(root / "run"))
     return _MAIN[0]
 
@@ -138,7 +126,7 @@ def recipe_of(root: Path, scaling: str) -> str:
 
 def serve(path: Path, target: Path, method: str, recipe: str | None = None) -> Path:
     """A served folder of that checkpoint."""
-    return to_folder(path, target, casting=partial(Served, method=method, recipe=recipe)).path
+    return to_folder(path, target, method=method, recipe=recipe).path
 
 
 def after(count: int, number: int) -> Callable[[int, int], None]:
@@ -156,8 +144,7 @@ def after(count: int, number: int) -> Callable[[int, int], None]:
 def convert_and_stop(path: Path, target: Path, method: str, recipe: str, file_bytes: int) -> None:
     """In a process of its own: a conversion that is killed at its 22nd tensor."""
     files.FILE_BYTES = file_bytes
-    casting = partial(Served, method=method, recipe=recipe)
-    to_folder(path, target, casting=casting, told=after(22, signal.SIGKILL))
+    to_folder(path, target, method=method, recipe=recipe, told=after(22, signal.SIGKILL))
 
 
 def hold(file: Path) -> None:
@@ -177,11 +164,8 @@ def read_back(folder: Path) -> dict[str, torch.Tensor]:
         if last in ("weight", "weight_packed") and scale is not None:
             second = held.get(f"{module}.weight_scale_2")
             divisor = held.get(f"{module}.weight_global_scale")
-            found[module] = values(
-                codes,
-                scale,
-                1.0 if second is None and divisor is None else second if divisor is None else 1.0 / divisor,
-            )
+            factor = 1.0 if second is None else second
+            found[module] = values(codes, scale, factor if divisor is None else 1.0 / divisor)
     return found
 
 

@@ -20,12 +20,8 @@ from tests.training.serving import folders
 
 LORA = ("model.lora_rank=4", "model.lora_alpha=6")
 FROZEN = "mixed_precision.frozen=['*']"
-FP8 = (
-    "--recipe",
-    "bf16_with_fp8_current_scaling_mixed",
-    "emulate=true",
-    "mixed_precision.first_last_layers_bf16=false",
-)
+RECIPE = ("--recipe", "bf16_with_fp8_current_scaling_mixed")
+FP8 = (*RECIPE, "emulate=true", "mixed_precision.first_last_layers_bf16=false")
 SCALE = 6 / 4
 
 
@@ -127,10 +123,8 @@ def test_merging_before_and_after_quantization_are_named_and_their_errors_said(
         squares = torch.zeros(3, dtype=torch.float64)
         for layer in (0, 1):
             for fused in ("qkv", ("gate", "up"), "o", ("down",)):
-                names = [
-                    f"model.layers.{layer}.{'self_attn' if isinstance(fused, str) else 'mlp'}.{one}_proj"
-                    for one in fused
-                ]
+                block = "self_attn" if isinstance(fused, str) else "mlp"
+                names = [f"model.layers.{layer}.{block}.{one}_proj" for one in fused]
                 peak = max(float(given[f"{name}.weight"].abs().max()) for name in names)  # of the fused tensor
                 scale = torch.tensor(448 / peak, dtype=torch.float32)
                 for name in names:
@@ -145,12 +139,8 @@ def test_merging_before_and_after_quantization_are_named_and_their_errors_said(
         assert said["linears"] == 8
         assert said["error"] == pytest.approx(float((squares[0] / squares[1]).sqrt()), rel=1e-3)
         assert said["of_change"] == pytest.approx(float((squares[0] / squares[2]).sqrt()), rel=1e-3)
-        # E4M3 keeps 3 bits of a value, BF16 7
-        assert (
-            (1e-2 if choice == "merged-before" else 1e-3)
-            < said["error"]
-            < (4e-2 if choice == "merged-before" else 3e-3)
-        )
+        least, most = (1e-2, 4e-2) if choice == "merged-before" else (1e-3, 3e-3)
+        assert least < said["error"] < most  # E4M3 keeps 3 bits of a value, BF16 7
     assert export(run, tmp_path / "served", "--adapters", "merged-after", "--quantization", "compressed-tensors") == 0
     assert "merged after quantization: the weights written differ" in capsys.readouterr().out
     served = load_file(tmp_path / "served" / "model.safetensors")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,8 @@ from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.facts import Parallel
 from mpbridge.settings.huggingface.served import FORMATS, misfits
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.serving.convert import to_folder
+from mpbridge.training.serving.convert import opened
 from tests.training.serving import folders, models
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.checkpoint(tmp_path_factory.mktemp("served"))
-
 
 COMPUTED: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -86,25 +79,19 @@ def test_fused_linears_share_the_scales_of_the_whole(path: Path, tmp_path: Path)
     amax = max(float(models.weights()[f"model.layers.0.self_attn.{part}_proj.weight"].abs().max()) for part in "qkv")
     scales = [float(held[f"model.layers.0.self_attn.{part}_proj.weight_global_scale"]) for part in "qkv"]
     assert scales == [pytest.approx(2688 / amax)] * 3
-    per_row = load_file(
-        models.serve(path, tmp_path / "b", "modelopt", models.RECIPES["tensorwise"]) / "model.safetensors"
-    )
+    folder = models.serve(path, tmp_path / "b", "modelopt", models.RECIPES["tensorwise"])
+    per_row = load_file(folder / "model.safetensors")
     gate, up = (per_row[f"model.layers.1.mlp.{part}_proj.weight_scale"] for part in ("gate", "up"))
     assert gate.shape == (384,)
     assert len({*gate.tolist(), *up.tolist()}) == 1
 
 
 def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) -> None:
-    made: list[Served] = []
-
-    def casting(*args: Any) -> Served:
-        made.append(Served(*args, method="compressed-tensors", recipe=models.RECIPES["tensorwise"]))
-        return made[0]
-
-    to_folder(path, tmp_path / "out", casting=casting)
-    one = next(cast.one for cast in made[0].training.found if cast.one.name == "decoder.layers.1.mlp.linear_fc1.weight")
+    with opened(path) as export:
+        made = Served(path, export.run, export.wanted, "compressed-tensors", models.RECIPES["tensorwise"])
+    one = next(cast.one for cast in made.training.found if cast.one.name == "decoder.layers.1.mlp.linear_fc1.weight")
     gate, up = (models.weights()[f"model.layers.1.mlp.{part}_proj.weight"].float() for part in ("gate", "up"))
-    found = made[0].named(made[0].parts(one, torch.cat([gate, up]).bfloat16(), split=2))
+    found = made.named(made.parts(one, torch.cat([gate, up]).bfloat16(), split=2))
     for rank in (0, 1):
         rows = slice(192 * rank, 192 * rank + 192)
         scale = 448 / max(gate[rows].abs().max(), up[rows].abs().max())
@@ -112,11 +99,10 @@ def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) 
             assert torch.allclose(found[f"model.layers.1.mlp.{part}_proj.weight_scale"][rows], 1 / scale, rtol=2e-7)
             codes = found[f"model.layers.1.mlp.{part}_proj.weight"][rows]
             assert (codes.float() / scale - weight[rows]).abs().max() <= 16 / scale  # half a step at 448
-    two = replace(made[0].facts, parallel=Parallel(world_size=2, tensor=2))
-    reasons = " ".join(misfits(made[0].row, made[0].training.found, two))
-    assert reasons.startswith(
-        "self_attention.linear_proj: each of 2 tensor-parallel ranks has its own scales for its columns"
-    )
+    two = replace(made.facts, parallel=Parallel(world_size=2, tensor=2))
+    reasons = " ".join(misfits(made.row, made.training.found, two))
+    why = "self_attention.linear_proj: each of 2 tensor-parallel ranks has its own scales for its columns"
+    assert reasons.startswith(why)
     assert "linear_fc1" not in reasons
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
+from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.store import locate
 from mpbridge.training.serving.convert import to_folder
@@ -76,14 +77,8 @@ def test_norms_in_fp32_beside_weights_in_bf16_come_back_as_they_were(tmp_path: P
 
 
 def test_fp8_in_blocks_is_widened_to_its_values(tmp_path: Path) -> None:
-    config = folders.LLAMA | {
-        "quantization_config": {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "weight_block_size": [32, 48],
-            "activation_scheme": "dynamic",
-        }
-    }
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 48], "activation_scheme": "dynamic"}
+    config = folders.LLAMA | {"quantization_config": blocks}
     given, name = folders.llama_tensors(), "model.layers.0.mlp.down_proj.weight"
     codes = (torch.randn(64, 96) * 100).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 2) * 1e-3
@@ -111,44 +106,27 @@ def test_layers_for_further_tokens_and_their_copies_come_back(tmp_path: Path) ->
         "n_shared_experts": 1, "num_nextn_predict_layers": 1,
     }  # fmt: skip
     attention = {
-        "q_a_proj": (24, 64),
-        "q_b_proj": (96, 24),
-        "kv_a_proj_with_mqa": (24, 64),
-        "kv_b_proj": (128, 16),
+        "q_a_proj": (24, 64), "q_b_proj": (96, 24), "kv_a_proj_with_mqa": (24, 64), "kv_b_proj": (128, 16),
         "o_proj": (64, 64),
-    }
+    }  # fmt: skip
     sizes: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": size for name, size in attention.items()}
-    sizes |= {
-        "self_attn.q_a_layernorm.weight": (24,),
-        "self_attn.kv_a_layernorm.weight": (16,),
-        "mlp.gate.weight": (2, 64),
-    }
-    sizes |= {"input_layernorm.weight": (64,), "post_attention_layernorm.weight": (64,)}
+    sizes |= {"self_attn.q_a_layernorm.weight": (24,), "self_attn.kv_a_layernorm.weight": (16,)}
+    sizes |= {"mlp.gate.weight": (2, 64), "input_layernorm.weight": (64,), "post_attention_layernorm.weight": (64,)}
     for part in ("experts.0", "experts.1", "shared_experts"):
-        sizes |= {f"mlp.{part}.{n}_proj.weight": (32, 64) for n in ("gate", "up")} | {
-            f"mlp.{part}.down_proj.weight": (64, 32)
-        }
-    tensors = {
-        f"model.layers.{layer}.{n}": torch.randn(size).bfloat16() for layer in (0, 1) for n, size in sizes.items()
-    }
-    tensors |= {f"model.layers.{layer}.mlp.gate.e_score_correction_bias": torch.randn(2) for layer in (0, 1)}
+        sizes |= {f"mlp.{part}.{n}_proj.weight": (64, 32) if n == "down" else (32, 64) for n in ("gate", "up", "down")}
+    tensors = {}
+    for layer in (0, 1):
+        tensors |= {f"model.layers.{layer}.{n}": torch.randn(size).bfloat16() for n, size in sizes.items()}
+        tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = torch.randn(2)
     embedding, head = torch.randn(128, 64).bfloat16(), torch.randn(128, 64).bfloat16()
-    tensors |= {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": head,
-        "model.norm.weight": torch.randn(64).bfloat16(),
-    }
+    tensors |= {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    tensors["model.norm.weight"] = torch.randn(64).bfloat16()
     ahead = {
-        "enorm.weight": (64,),
-        "hnorm.weight": (64,),
-        "eh_proj.weight": (64, 128),
-        "shared_head.norm.weight": (64,),
-    }
+        "enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128), "shared_head.norm.weight": (64,),
+    }  # fmt: skip
     tensors |= {f"model.layers.1.{name}": torch.randn(size).bfloat16() for name, size in ahead.items()}
-    tensors |= {
-        "model.layers.1.embed_tokens.weight": embedding.clone(),
-        "model.layers.1.shared_head.head.weight": head.clone(),
-    }
+    again = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
+    tensors |= {f"model.layers.1.{name}": tensor.clone() for name, tensor in again.items()}
     taken = folders.convert(folders.write(tmp_path / "hf", config, tensors), tmp_path / "checkpoint")
     to_folder(taken.path, tmp_path / "back")
     assert same(tensors, load_file(tmp_path / "back" / "model.safetensors"))
@@ -181,27 +159,13 @@ def test_a_hybrids_weights_come_back_and_are_stored_in_megatron_cores_parts(tmp_
     given["backbone.layers.0.mixer.A_log"] = torch.randn(8)  # kept in FP32
     taken = folders.convert(folders.write(tmp_path / "hf", config, given), tmp_path / "checkpoint")
     with Contents(taken.path) as contents:
-        stored = {
-            name: tensor.shape for name, tensor in contents.index.tensors.items() if "layers.0.mixer.in_proj" in name
-        }
+        stored = {name: one.shape for name, one in contents.index.tensors.items() if "layers.0.mixer.in_proj" in name}
     rows = {name.rpartition(".")[2]: shape[0] for name, shape in stored.items() if "layer_norm" not in name}
     assert rows == {"z": 96, "x": 96, "B": 32, "C": 32, "dt": 8}
     to_folder(taken.path, tmp_path / "back")
     assert same(given, load_file(tmp_path / "back" / "model.safetensors"))
-    assert (
-        main(
-            [
-                "convert",
-                f"ckpt:{taken.path}",
-                f"hf:{tmp_path / 'low'}",
-                "--quantization",
-                "compressed-tensors",
-                "--recipe",
-                "bf16_with_fp8_current_scaling_mixed",
-            ]
-        )
-        == 0
-    )
+    low = ["--quantization", "compressed-tensors", "--recipe", "bf16_with_fp8_current_scaling_mixed"]
+    assert main(["convert", f"ckpt:{taken.path}", f"hf:{tmp_path / 'low'}", *low]) == 0
     kept = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]["ignore"]
     assert {"lm_head", "backbone.layers.3.mixer.gate"} <= set(kept)
     assert not [name for name in kept if name.endswith(("embeddings", "conv1d", "norm"))]
@@ -251,7 +215,8 @@ def test_training_goes_on_from_a_folder_and_its_result_is_one_again(
 ) -> None:
     given = folders.llama_tensors()
     (tmp_path / "text.txt").write_text("a corpus of bytes\n" * 2000)
-    place = folders.write(tmp_path / "hf", folders.LLAMA | {"vocab_size": 384}, _padded(given, 384))
+    rows = {name: torch.randn(384, 64).bfloat16() * 0.05 for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    place = folders.write(tmp_path / "hf", folders.LLAMA | {"vocab_size": 384}, given | rows)
     (place / "generation_config.json").write_text("{}")
     assert main(["convert", f"hf:{place}", f"ckpt:{tmp_path / 'begin'}"]) == 0
     assert "main weights are initialized from bf16" in capsys.readouterr().out
@@ -263,10 +228,8 @@ def test_training_goes_on_from_a_folder_and_its_result_is_one_again(
     assert main(train) == 1  # weights alone are taken when that is asked for
     assert "contains only weights" in capsys.readouterr().err
     assert main([*train, "checkpoint.reset_optimizer=true"]) == 0
-    assert (
-        "the FP32 main weights are initialized from bf16: they start from exactly those values"
-        in capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "the FP32 main weights are initialized from bf16: they start from exactly those values" in out
     assert main(["convert", f"ckpt:{tmp_path / 'run'}", f"hf:{tmp_path / 'end'}", "--like", f"hf:{place}"]) == 0
     assert (tmp_path / "end" / "generation_config.json").is_file()
     after = load_file(tmp_path / "end" / "model.safetensors")
@@ -280,11 +243,6 @@ def test_training_goes_on_from_a_folder_and_its_result_is_one_again(
     assert all(torch.equal(wide[name].bfloat16(), tensor) for name, tensor in after.items())
     assert any(not torch.equal(wide[name], tensor.float()) for name, tensor in after.items())
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["torch_dtype"] == "float32"
-
-
-def _padded(tensors: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    more = {name: torch.randn(rows, 64).bfloat16() * 0.05 for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    return tensors | more
 
 
 def test_weights_alone_are_not_resumed_as_a_run(tmp_path: Path) -> None:
@@ -310,10 +268,5 @@ def test_words_that_name_no_conversion_are_refused(capsys: pytest.CaptureFixture
 def test_a_configuration_is_written_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = folders.write(tmp_path / "hf", folders.LLAMA, folders.llama_tensors())
     assert main(["convert", f"hf:{place}", str(tmp_path / "model.yaml")]) == 0
-    assert folders.run_of(place).facts.shape == _from_file(tmp_path / "model.yaml")
-
-
-def _from_file(file: Path) -> Any:
-    from mpbridge.settings.container import ConfigContainer
-
-    return ConfigContainer.load(file).resolved(training=False).facts.shape
+    written = ConfigContainer.load(tmp_path / "model.yaml").resolved(training=False)
+    assert folders.run_of(place).facts.shape == written.facts.shape

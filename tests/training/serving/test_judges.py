@@ -18,11 +18,6 @@ BESIDE = ["re:.*embed_tokens$", "re:.*norm$"]
 """compressed-tensors' dequantizer takes every tensor named weight for a linear's."""
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.checkpoint(tmp_path_factory.mktemp("judged"))
-
-
 def by_compressed_tensors(folder: Path) -> dict[str, torch.Tensor]:
     module = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.ct_dequantizer")
     made: Any = module.CompressedTensorsDequantizer(str(folder), ignore=BESIDE, dtype=torch.float32)
@@ -57,10 +52,8 @@ def test_other_programs_read_the_values(method: str, scaling: str, judge: Any, p
     found, wanted = judge(folder), models.read_back(folder)
     assert len(wanted) in (7, 21)  # the recipe of tensorwise scaling keeps the first and last layer
     for name, value in wanted.items():
-        # compressed-tensors computes NVFP4's values in BF16
-        assert torch.allclose(
-            found[f"{name}.weight"].float(), value, rtol=2**-8 if scaling == "nvfp4" else 0, atol=0
-        ), name
+        near = 2**-8 if scaling == "nvfp4" else 0  # compressed-tensors computes NVFP4's values in BF16
+        assert torch.allclose(found[f"{name}.weight"].float(), value, rtol=near, atol=0), name
     plain = models.weights()
     assert torch.equal(found["lm_head.weight"].float(), plain["lm_head.weight"].float())
 
@@ -80,9 +73,6 @@ def test_compressed_tensors_takes_the_config_for_its_own_preset(scaling: str) ->
     assert json.loads(scheme.weights.model_dump_json()) == json.loads(wanted.weights.model_dump_json())
     mine, theirs = scheme.input_activations, wanted.input_activations
     assert (mine is None) == (theirs is None)
-    assert mine is None or (mine.strategy, mine.dynamic, mine.group_size) == (
-        theirs.strategy,
-        theirs.dynamic,
-        theirs.group_size,
-    )
+    for name in ("strategy", "dynamic", "group_size"):
+        assert mine is None or getattr(mine, name) == getattr(theirs, name)
     assert read.ignore == ["lm_head"]

@@ -31,14 +31,9 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 MAMBA2 = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_heads": 16,
-    "head_dim": 8,
-    "state_size": 16,
-    "n_groups": 2,
+    "vocab_size": 128, "hidden_size": 64, "num_heads": 16, "head_dim": 8, "state_size": 16, "n_groups": 2,
     "chunk_size": 16,
-}
+}  # fmt: skip
 NEMOTRON_H = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "mamba_num_heads": 16, "mamba_head_dim": 12, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16, "max_position_embeddings": 256,

@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,12 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.training.serving import files
-from mpbridge.training.serving.cast import Served
 from mpbridge.training.serving.convert import to_folder
 from tests.forked import Forked
 from tests.training.serving import models
 
 METHOD, RECIPE = "mxfp8", models.RECIPES["mxfp8"]
 FILE_BYTES = 300_000
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.checkpoint(tmp_path_factory.mktemp("resumed"))
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +40,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def convert(
     path: Path, target: Path, told: Callable[[int, int], None] = lambda done, total: None, recipe: str = RECIPE
 ) -> None:
-    to_folder(path, target, casting=partial(Served, method=METHOD, recipe=recipe), told=told)
+    to_folder(path, target, method=METHOD, recipe=recipe, told=told)
 
 
 def stopped(path: Path, target: Path) -> Path:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[3] / "scripts" / "evidence"
+from tests.forked import ROOT
+from tests.scripts import loaded
 
-
-def _script(name: str) -> Any:
-    """A script as a module: in its folder, files have the names of packages that other tests look for."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / "stacks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-_script("served_data")
-judged = _script("served_bytes")
+loaded("evidence/stacks/served_data")  # that the other imports
+judged = loaded("evidence/stacks/served_bytes")
 
 EQUAL = {
     ("blockwise, powers of two", "transformers FineGrainedFP8, ue8m0"),
@@ -52,7 +39,7 @@ def test_a_tools_bytes_are_trainings_or_are_explained(case: Any) -> None:
 
 
 def test_the_figures_are_of_these_cases_and_explained() -> None:
-    rows = json.loads((SCRIPTS / "data" / "served.json").read_text())["bytes"]["rows"]
+    rows = json.loads((ROOT / "scripts" / "evidence" / "data" / "served.json").read_text())["bytes"]["rows"]
     assert [(row["rule"], row["tool"]) for row in rows] == [(case.rule, case.tool) for case in judged.CASES]
     assert {(row["rule"], row["tool"]) for row in rows if not row["cause"]} == EQUAL
     assert not any(row["cause"] == "not explained" for row in rows)

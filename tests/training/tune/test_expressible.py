@@ -50,9 +50,8 @@ def test_a_stack_without_words_for_single_linears_is_named_with_its_reason(stack
 
 
 def test_a_level_without_words_is_left_out_or_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "mpbridge.training.tune.levels._why_not", lambda word, *rest: "no word" if word == "tensorwise" else None
-    )
+    why = {"tensorwise": "no word"}
+    monkeypatch.setattr("mpbridge.training.tune.levels._why_not", lambda word, *rest: why.get(word))
     levels, base, _ = asked("bf16_with_nvfp4_mixed", "mxfp8", "tensorwise")
     kept, notes = expressible(levels, base, run=None, stack="megatron-lm", asked=False)
     assert list(kept) == ["mxfp8", "bf16"]

@@ -13,14 +13,9 @@ from tests.worlds import start
 
 NVFP4 = "bf16_with_nvfp4_mixed"
 TINY = [
-    "model.num_layers=3",
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=128",
-    "model.max_sequence_length=32",
-    "data.seq_length=32",
-    "train.global_batch_size=2",
-    "train.micro_batch_size=1",
-]
+    "model.num_layers=3", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.max_sequence_length=32",
+    "data.seq_length=32", "train.global_batch_size=2", "train.micro_batch_size=1",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -81,11 +76,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, corpus: list[s
     kept = tmp_path / "kept"
     settings = [*TINY, *corpus]
     trained = [
-        "train.train_iters=1",
-        "scheduler.lr_warmup_iters=0",
-        "train.eval_interval=null",
-        f"checkpoint.save={kept}",
-    ]
+        "train.train_iters=1", "scheduler.lr_warmup_iters=0", "train.eval_interval=null", f"checkpoint.save={kept}",
+    ]  # fmt: skip
     assert main(["train", "--recipe", "bf16_mixed", *settings, *trained]) == 0
     capsys.readouterr()
     wider = [one for one in settings if not one.startswith("model.ffn")] + ["model.ffn_hidden_size=256"]
@@ -95,12 +87,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, corpus: list[s
 
 
 MOE = [
-    "model.num_moe_experts=4",
-    "model.moe_layer_freq=[0,1,1]",
-    "model.moe_ffn_hidden_size=128",
-    "model.moe_router_topk=2",
-    "model.moe_token_dispatcher_type=alltoall",
-]
+    "model.num_moe_experts=4", "model.moe_layer_freq=[0,1,1]", "model.moe_ffn_hidden_size=128",
+    "model.moe_router_topk=2", "model.moe_token_dispatcher_type=alltoall",
+]  # fmt: skip
 LAYOUTS = {
     "data": [],
     "tensor": ["parallel.tensor_model_parallel_size=2"],
