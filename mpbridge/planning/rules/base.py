@@ -176,14 +176,14 @@ class Rule:
         return self.found.format(c=case) if isinstance(self.found, str) else str(self.found(case) or "")
 
 
-warning = partial(Rule, severity="warning")
-
-
 def row(
     id: str, found: str | Callable[[Case], object], expected: str, cure: str, source: str = MODEL_CONFIG, **more: Any
 ) -> Rule:
-    """A rule in one line, usually about what megatron-core's config classes reject."""
+    """A rule as the tables write it: what is found; what is expected; cure and source; then what else there is."""
     return Rule(id=id, found=found, expected=expected, cure=cure, source=source, **more)
+
+
+warning = partial(row, severity="warning")
 
 
 def faults(what: str, *parts: tuple[str, object]) -> str:
