@@ -65,7 +65,6 @@ GIB = 2**30
 _RATIO = 79.65 * GIB / 80e9
 """Ratio of the memory that torch reports on an H100 to the vendor's gigabytes. It is inferred to hold for the other NVIDIA data-center GPUs, as `memory_source` states."""
 
-
 _HGX = "HGX board with NVSwitch; one network card per GPU"
 _PCIE = "PCIe x16, eight per host; no usual network"
 _LINKS = {

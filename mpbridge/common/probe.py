@@ -29,7 +29,6 @@ WATCHED = (
 """Environment variables (or prefixes) that contradict or complete a recipe."""
 _TIMEOUT = 5.0  # seconds for nvidia-smi: a hung driver must not hang `mpbridge doctor`
 
-
 _played: list[tuple[Machine, Versions]] = []
 
 

@@ -248,7 +248,6 @@ _ACTS: dict[str, Callable[[_Reader, Any], Any]] = {
     "FROZENSET": lambda self, _: self.set_of("frozenset", tuple(self.marked())),
 }  # fmt: skip
 
-
 _SINGLE = (str, bytes, int, float, bool, type(None), Name, UnpickledCall)
 
 

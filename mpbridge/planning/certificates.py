@@ -79,7 +79,6 @@ VARIANTS: Mapping[str, Variant] = {
 """Name -> variant of NVFP4."""
 NOT_OFFERED = "no stack offers this yet"
 
-
 NOTABLE = 0.1
 """Share of lost updates from which on `check` quotes it."""
 

@@ -17,11 +17,9 @@ from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_fr
 
 __all__ = ["SCHEMA", "Gemms", "LossScale", "PrecisionPolicy", "Quant", "Region"]
 
-
 SCHEMA = 2
 """Schema of `as_data`: increase it when a field changes meaning, so that old fingerprints are not compared with new ones. Schema 2 adds layers, rules per
 GEMM and options in regions, and an accumulator separate from the wire; a policy without these is written as schema 1, byte for byte as before."""
-
 
 _LATER = ("accumulate", "frozen")
 """Facts that schema 1 does not have: written only where they are stated."""

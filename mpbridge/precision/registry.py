@@ -33,7 +33,6 @@ ENTRY_POINTS = "mpbridge.recipes"
 FOREIGN = "names of another model"
 """Evidence key of a recipe whose `modules:` match the linears of that model instead of megatron-core's GPT."""
 
-
 _by_name: dict[str, Recipe] = {}
 _alias_of: dict[str, str] = {}
 _filled = False
@@ -65,7 +64,6 @@ class _Window(Mapping[str, Recipe]):
 recipes: Mapping[str, Recipe] = _Window()
 aliases: Mapping[str, str] = MappingProxyType(_alias_of)
 """Alias -> canonical name."""
-
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {

@@ -79,7 +79,6 @@ ConfigContainer(model={"num_layer": 4})  # error: Argument "model"
 ConfigContainer(modell={})  # error: Unexpected keyword argument "modell"
 """
 
-
 WITHOUT = """
 [[tool.mypy.overrides]]
 module = ["torch.*", "numpy.*", "rich.*"]

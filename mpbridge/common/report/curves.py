@@ -73,7 +73,6 @@ def changes(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[
 
 _VARYING = frozenset({"gradient norm", "weights moved", "loss scale", "quantized GEMMs"})
 
-
 # --- pictures ------------------------------------------------------------------------------------------------------------------------------
 MISSING = f"matplotlib is not installed ({install('plot')})"
 
@@ -158,7 +157,6 @@ CURVES: Mapping[str, tuple[str, bool]] = {
     "tokens_per_second": ("tokens per second", False),
 }
 """Number in metrics.jsonl -> (label with its unit, whether its axis is logarithmic)."""
-
 
 _NUMBERS = (*CURVES, "eval_loss", "lr")
 """The keys of a line that are read as a number or null."""

@@ -41,7 +41,6 @@ PADDING = 0.01
 Part = int | tuple[bool, bool, bool]
 """A kind of layer, or what a chunk has beside its layers: (first, last, mtp)."""
 
-
 Parts = tuple[tuple[Part, int], ...]
 """What a stage consists of, and how many of each."""
 

@@ -20,7 +20,7 @@ from mpbridge.planning.estimate.price import Collective, Work
 from mpbridge.planning.memory.buckets import Buffer, empty
 from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, is_frozen, keeps, kept_fp32, trained_by, wires
-from mpbridge.planning.memory.layers import Parameter, parameters
+from mpbridge.planning.memory.layers import Parameter
 from mpbridge.planning.memory.overheads import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, undivided
 from mpbridge.planning.memory.roles import chunk_buffers, holdings, resting
@@ -98,12 +98,9 @@ def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates
     virtual = run.parallel.virtual_pipeline or 1
     rows = run.tokens // run.parallel.sequence_width
     size = rows * run.shape.hidden_size * policy.pipeline.bytes
-    first, last = at.stage == 0, at.stage == stages - 1
-    onward = virtual - int(last)
-    back = virtual - int(first)
-    for kind, times in (("send", onward + back), ("receive", onward + back)):
-        if times:
-            yield _collective(kind, "pipeline", stages, policy.pipeline, size, times)
+    times = 2 * virtual - (at.stage == 0) - (at.stage == stages - 1)  # onward and back
+    for kind in ("send", "receive") if times else ():
+        yield _collective(kind, "pipeline", stages, policy.pipeline, size, times)
 
 
 def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
@@ -112,8 +109,8 @@ def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         yield from _sharded(policy, run, shares(policy, run, at))
         return
     settled = policy.settled(dict(run.optimizer.settings))
-    for index, chunk in enumerate(parameters(run, at)):
-        for buffer in chunk_buffers(settled, run, at, chunk, index):
+    for index in range(len(at.chunks(run))):
+        for buffer in chunk_buffers(settled, run, at, index):
             yield from _buffer(buffer, buffer.elements)
 
 

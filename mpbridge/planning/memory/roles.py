@@ -12,7 +12,7 @@ from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers, up
 from mpbridge.planning.memory.keeps import STATES, Holding, elements_of, is_frozen, keeps, kept_fp32, trained_by
-from mpbridge.planning.memory.layers import Parameter, Same, parameters
+from mpbridge.planning.memory.layers import Parameter, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.scalings import Scaling
@@ -169,7 +169,7 @@ def _in_buffers(
     are trained alike, and a buffer's are one."""
     of, rests = holdings(policy, run), resting(policy, run)
     reused = policy.reuse_grad_buffer and run.realization == "native"
-    for buffer in chunk_buffers(policy, run, at, chunk, index):
+    for buffer in chunk_buffers(policy, run, at, index):
         kept = of(buffer.params)
         yield from _buffer(buffer, kept, shared=reused and buffer.params is DType.UINT8, together=together)
         owned: Iterable[tuple[Parameter, int]] = ((slot.parameter, slot.end - slot.start) for slot in buffer.slots)
@@ -225,20 +225,12 @@ def _dealt(
     return frozenset(found)
 
 
-def chunk_buffers(
-    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
-) -> list[Buffer]:
-    """The contiguous buffers of the rank's index-th model chunk, under megatron-core's DDP."""
-    return _chunk_buffers(policy, Same(run), at, Same(chunk), index)
-
-
 @functools.lru_cache(maxsize=128)  # states and the step's collectives ask for the same ones
-def _chunk_buffers(
-    policy: PrecisionPolicy, same: Same[RunFacts], at: Coordinates, chunk: Same[tuple[Parameter, ...]], index: int
-) -> list[Buffer]:
-    run = same.one
+def chunk_buffers(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, index: int) -> list[Buffer]:
+    """The contiguous buffers of the rank's index-th model chunk, under megatron-core's DDP."""
     of, rests = holdings(policy, run), resting(policy, run)
-    at_rest = [(parameter, rests(parameter)[0]) for parameter in chunk.one if not is_frozen(policy, parameter.name)]
+    trained = [one for one in parameters(run, at)[index] if not is_frozen(policy, one.name)]
+    at_rest = [(parameter, rests(parameter)[0]) for parameter in trained]
     rows = [(parameter, dtype, of(dtype)["grads"].dtype) for parameter, dtype in at_rest]
     return buffers(run, rows, stage=at.stage, index=index)
 

@@ -14,7 +14,6 @@ _CUDA_MODEL = (
 )  # fmt: skip
 """Model settings that need a CUDA kernel, stream or communicator; megatron-core's defaults leave them off."""
 
-
 _MEGATRON_FSDP = {
     "data_parallel_sharding_strategy": "no_shard",
     "outer_dp_sharding_strategy": "no_shard",

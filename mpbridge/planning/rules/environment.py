@@ -67,7 +67,6 @@ def _untested(case: Case) -> bool:
 _AMPERE = (8, 0)
 """The first GPUs with TF32."""
 
-
 REALIZATION: tuple[Rule, ...] = (
     row("quantization-without-transformer-engine", "no Transformer Engine is installed",
         f"Transformer Engine {_RANGE} (without it megatron-core's FP8 context does nothing and the run trains in 16 bits)",
@@ -102,7 +101,6 @@ REALIZATION: tuple[Rule, ...] = (
         when=lambda c: c.native and c.policy.compute is DType.FP32 and c.run.versions.transformer_engine is not None and c.arch >= _AMPERE and c.variable("NVIDIA_TF32_OVERRIDE") != "0",
         emulated="silent"),
 )  # fmt: skip
-
 
 _CORES = [core.version.rpartition(".")[0] for core in RELEASES]
 _TORCH = ("2.6", "2.15")

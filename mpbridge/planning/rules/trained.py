@@ -182,7 +182,6 @@ def _twice_on_hopper(case: Case) -> str:
 
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
-
 RULES: tuple[Rule, ...] = (
     *_MUON,
     row("nothing-is-trained", lambda c: f"frozen {', '.join(map(repr, c.policy.frozen))} covers every parameter",

@@ -215,7 +215,6 @@ COMMANDS = [
 ]
 _CHILD = "import sys; from mpbridge.cli.main import main; code = main(sys.argv[1:]); print(sorted({'torch', 'megatron', 'numpy'} & set(sys.modules)), file=sys.stderr); sys.exit(code)"
 
-
 _PLAIN = (
     "[', '.join(f'{k!r}: {v!r}' for k, v in {'a': i, 'b': [str(i)] * 4, 'c': {i: 1}}.items()) for i in range(130_000)]"
 )
