@@ -153,9 +153,8 @@ class Bounds:
         long for a micro-batch as one of all layers, and none but the slowest waits for none."""
         sizes, widths, device, host = run.parallel, _widths(run), 0.0, 0.0
         ahead = run.shape.mtp_layers > 0
-        ends: list[Part] = (
-            [(True, True, ahead)] if sizes.pipeline == 1 else [(True, False, False), (False, True, ahead)]
-        )
+        apart: list[Part] = [(True, False, False), (False, True, ahead)]
+        ends: list[Part] = [(True, True, ahead)] if sizes.pipeline == 1 else apart
         for part, many in Counter[Part](layer_kinds(self.policy, run) + tuple(ends)).items():
             seconds, units = self.micro(run, part, widths)
             device, host = device + many * seconds, host + many * units
@@ -211,10 +210,8 @@ class FamilyBounds:
         """Whether states and layers of the first stage, which has the most micro-batches in flight, hold too many bytes (0: as many as there are)."""
         known, policy = self._bounds.layers(run), self._bounds.policy
         each = [sum(many * kept(policy, run, kind, known).each for kind, many in chunk) for chunk in self._first_chunks]
-        held = sum(self.states[0].roles.values()) + in_flight(run, self.stages[0].at.stage, each) * (
-            1 - uncertainty(run)
-        )
-        return held > (available or math.inf)
+        layers = in_flight(run, self.stages[0].at.stage, each) * (1 - uncertainty(run))
+        return sum(self.states[0].roles.values()) + layers > (available or math.inf)
 
     def verdict(self, run: RunFacts, available: int) -> str:
         """The best verdict on a member's memory that is possible."""

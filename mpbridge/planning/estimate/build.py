@@ -211,11 +211,8 @@ class Standing:
 def standing(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Standing:
     """The Standing of the rank at those coordinates."""
     held = shares(policy, run, at)
-    return Standing(
-        weights=weight_bytes(policy, run, at),
-        step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, held)),
-        optimizer=update(policy, run, held),
-    )
+    step = (*data_collectives(policy, run, at), *norm_collectives(policy, run, held))
+    return Standing(weights=weight_bytes(policy, run, at), step=step, optimizer=update(policy, run, held))
 
 
 def least_standing(policy: PrecisionPolicy, run: RunFacts, held: Sequence[Share]) -> Standing:
@@ -291,11 +288,9 @@ def update(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> flo
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for parameter, elements in held:
         ranks = run.parallel.replicas(expert=parameter.weight.expert)
-        trained = trained_by(
-            run.optimizer.name, parameter.name, len(parameter.weight.shape), policy, run.versions.megatron_core
-        )
-        one, factors = each(trained)
-        beside = elements_of("factors", parameter.weight.shape, 0) * factors if factors else 0
+        shape, core = parameter.weight.shape, run.versions.megatron_core
+        one, factors = each(trained_by(run.optimizer.name, parameter.name, len(shape), policy, core))
+        beside = elements_of("factors", shape, 0) * factors if factors else 0
         found += elements * (one + beside / parameter.weight.elements) / (ranks if sharded else 1)
     return found
 

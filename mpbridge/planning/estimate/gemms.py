@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts
+from mpbridge.common.formats import DType
 from mpbridge.planning.estimate.price import MatrixProduct, Pass
 from mpbridge.planning.memory.activations import recomputed_modules
 from mpbridge.planning.memory.identical_layers import layer_kinds, windowed
@@ -38,9 +39,8 @@ def whole_square_flops_per_token(shape: ModelShape) -> int:
     """
     layers = _layers(shape)
     routers = sum(shape.hidden_size * (shape.experts or 0) for layer in layers if shape.is_expert_layer(layer))
-    return 6 * (_weights(shape) + routers + len(_attending(shape)) * shape.attention_width * shape.seq_length) + _scans(
-        shape
-    )
+    scores = len(_attending(shape)) * shape.attention_width * shape.seq_length
+    return 6 * (_weights(shape) + routers + scores) + _scans(shape)
 
 
 def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
@@ -103,17 +103,15 @@ def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) 
 
 def _beside_layers(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[MatrixProduct]:
     """Products of multi-token prediction and output layers."""
-    depth = run.shape.num_layers
+    hidden, wide = run.shape.hidden_size, (policy.compute.short, "")
     if chunk.mtp:
-        hidden = run.shape.hidden_size
+        out = hidden // run.parallel.tensor
         for index in range(run.shape.mtp_layers):
-            yield from linear_gemms(
-                "mtp.eh_proj", run.tokens, hidden // run.parallel.tensor, 2 * hidden, (policy.compute.short, "")
-            )
-            yield from layer_gemms(policy, run, depth - 1, f"mtp.layers.{index}.transformer_layer")
+            yield from linear_gemms("mtp.eh_proj", run.tokens, out, 2 * hidden, wide)
+            yield from layer_gemms(policy, run, run.shape.num_layers - 1, f"mtp.layers.{index}.transformer_layer")
     for _ in range(chunk.heads(run.shape)):
         rows = run.shape.vocab_size // run.parallel.tensor
-        yield from linear_gemms("output_layer", run.tokens, rows, run.shape.hidden_size, (policy.compute.short, ""))
+        yield from linear_gemms("output_layer", run.tokens, rows, hidden, wide)
 
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
@@ -174,7 +172,7 @@ def _linear(
     elif (whole or weight.module.endswith("_latent_proj")) and run.parallel.sequence:
         rows //= run.parallel.tensor
     times = experts if weight.expert else 1
-    kinds = {step: (policy.compute.short, "") if (rule := rules[step]) is None else _operands(rule) for step in PASSES}
+    kinds = {step: operands(rules[step], policy.compute) for step in PASSES}
     made = [*linear_gemms(name, rows, out, inner, kinds, times=times, grouped=weight.expert)]
     yield from made[: 2 if is_frozen(policy, f"{prefix}.{weight.path}") else 3]  # what is frozen has no gradient
     if recomputed(run, weight.module, mixture=mixture):
@@ -200,14 +198,6 @@ def linear_gemms(
         )
 
 
-def quantized(gemm: MatrixProduct, quant: Quant | None) -> MatrixProduct:
-    """The product with its operands quantized under that rule."""
-    if quant is None:
-        return gemm
-    form, scaling = _operands(quant)
-    return replace(gemm, format=form, scaling=scaling)
-
-
-def _operands(quant: Quant) -> tuple[str, str]:
-    """(format, scaling) of a product's operands under that rule."""
-    return f"fp{quant.bits}", quant.scaling
+def operands(quant: Quant | None, compute: DType) -> tuple[str, str]:
+    """(format, scaling) of a product's operands under that rule; compute: without one."""
+    return (compute.short, "") if quant is None else (f"fp{quant.bits}", quant.scaling)

@@ -61,11 +61,8 @@ def ideal(
     priced = {}
     for stage in set(kind.values()):
         one = work(policy, run, stage * every, None if known is None else known[stage])
-        priced[stage] = (
-            micro_seconds(run, one, machine),
-            host_units(run, one),
-            step_seconds(run, one.optimizer, one.step, machine),
-        )
+        once = step_seconds(run, one.optimizer, one.step, machine)
+        priced[stage] = micro_seconds(run, one, machine), host_units(run, one), once
     micro, host, step = zip(*(priced[kind[stage]] for stage in range(parallel.pipeline)), strict=True)
     return Ideal(
         machine=machine.name,
@@ -81,10 +78,8 @@ def ideal(
 def standing_work(policy: PrecisionPolicy, run: RunFacts) -> Mapping[int, Standing]:
     """The `Standing` of each kind of stage, by its first stage. Raises BadValue if layers do not divide."""
     every = run.parallel.world_size // run.parallel.pipeline
-    return {
-        stage: standing(policy, run, Coordinates.of(stage * every, run.parallel))
-        for stage in distinct_stages(policy, run)
-    }
+    at = {stage: Coordinates.of(stage * every, run.parallel) for stage in distinct_stages(policy, run)}
+    return {stage: standing(policy, run, first) for stage, first in at.items()}
 
 
 def seconds(made: Ideal, using: Constants) -> Mapping[str, float]:
@@ -228,15 +223,11 @@ def unusual(run: RunFacts) -> str:
 
 def longer(run: RunFacts) -> str:
     """How far steps with unusual kernels are from their prediction, always on one side (`scripts/evidence/fit_step_time.py`); empty for usual kernels."""
-    odd = unusual(run)
-    seen = ("all 50", "1.5", "2.1") if _MAMBA in odd else ("26 of 27", "1.6", "2.2")
-    return (
-        "{}: {} published runs of such a model take longer than predicted, {} times in the median, {} at worst".format(
-            odd, *seen
-        )
-        if odd
-        else ""
-    )
+    if not (odd := unusual(run)):
+        return ""
+    seen, median, worst = ("all 50", "1.5", "2.1") if _MAMBA in odd else ("26 of 27", "1.6", "2.2")
+    said = f"{seen} published runs of such a model take longer than predicted"
+    return f"{odd}: {said}, {median} times in the median, {worst} at worst"
 
 
 _MAMBA = "Mamba layers"

@@ -87,11 +87,8 @@ class Memory:
     @property
     def band(self) -> int:
         """Bytes that `needed` may be off: the parts' errors, independent of each other."""
-        parts = [
-            self.activations * self.uncertainty,
-            *(part.bytes * part.band for part in (*self.overheads, *self.outside)),
-        ]
-        return int(math.sqrt(sum(part**2 for part in parts)))
+        parts = [part.bytes * part.band for part in (*self.overheads, *self.outside)]
+        return int(math.hypot(self.activations * self.uncertainty, *parts))
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -145,10 +142,8 @@ def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine, mine: Memory |
         if other.needed < mine.needed:
             tried.append((other.needed, words, verdict(other, available)))
     enough = [f"{words} ({as_text(size)})" for size, words, answer in sorted(tried) if answer == "fits"]
-    most = [
-        f"{words} ({as_text(size)}, {'tight' if answer == 'tight' else 'not enough alone'})"
-        for size, words, answer in sorted(tried)[:3]
-    ]
+    alone = {"tight": "tight", "does not fit": "not enough alone"}
+    most = [f"{words} ({as_text(size)}, {alone[answer]})" for size, words, answer in sorted(tried)[:3] if not enough]
     return Fit(answer=said, needed=mine.needed, band=mine.band, available=available, ways=tuple(enough or most))
 
 
@@ -169,10 +164,8 @@ def total_parameters(run: RunFacts) -> int:
 
 def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
     """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam with main weights wastes if the engine has its own."""
-    at = Coordinates.of(rank, run.parallel)
-    return 4 * sum(
-        -(-p.weight.elements // run.parallel.replicas(expert=p.weight.expert)) for p in rank_parameters(run, at)
-    )
+    at, ranks = Coordinates.of(rank, run.parallel), run.parallel.replicas
+    return 4 * sum(-(-p.weight.elements // ranks(expert=p.weight.expert)) for p in rank_parameters(run, at))
 
 
 def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
@@ -292,10 +285,8 @@ def against_bf16(
     reference: bf16_mixed's own policy and run, if known; otherwise its policy on this run, without the optimizer settings that the recipe wrote.
     """
     own = mine or memory(policy, run)
-    base, base_run = reference or (
-        resolve(recipe(REFERENCE).make()),
-        replace(run, optimizer=replace(run.optimizer, settings={})),
-    )
+    bare = replace(run, optimizer=replace(run.optimizer, settings={}))
+    base, base_run = reference or (resolve(recipe(REFERENCE).make()), bare)
     other = memory(base, base_run, rank=own.rank)
     return Comparison(mine=own, reference=other, reasons=_reasons(policy, run, own, other))
 
@@ -313,16 +304,13 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
         say(role, text)
     say("weight_scales", "block scales")
     kept = keeps_of(policy, run)
-    main_weights = kept.get("main_params")
-    if main_weights is None:
+    main = kept.get("main_params")
+    if main is None:
         say("main_params", "parameters are their own main copy")
-    elif main_weights.owner == "optimizer":
-        say(
-            "main_params",
-            "main weights as 16-bit remainders of BF16 parameters"
-            if main_weights.dtype is DType.INT16
-            else f"main weights in {main_weights.dtype.short} by FusedAdam",
-        )
+    elif main.dtype is DType.INT16:
+        say("main_params", "main weights as 16-bit remainders of BF16 parameters")
+    elif main.owner == "optimizer":
+        say("main_params", f"main weights in {main.dtype.short} by FusedAdam")
     for role, name in (*((role, words) for role, (words, _) in MOMENTS.items()), ("grads", "gradient buffers")):
         if role in kept:
             say(role, f"{name} in {kept[role].dtype.short}")
@@ -337,13 +325,10 @@ def _about_quantized_weights(policy: PrecisionPolicy, run: RunFacts) -> Iterator
         return
     if quant.stored:
         yield "params", f"weights of the quantized linears are stored in {quant.bits} bits"
-        yield (
-            "weight_copies",
-            "MXFP8 weights are stored outside the buffer, which the gather borrows from the gradients",
-        )
+        why = "MXFP8 weights are stored outside the buffer, which the gather borrows from the gradients"
     else:
         why = "BF16 weights remain, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep only one of them)"
-        yield "weight_copies", why
+    yield "weight_copies", why
     if quant.row.stored.both_copies:
         why = f"{quant.scaling} scales run along the contraction dimension, so the rowwise and columnwise copies differ"
     else:

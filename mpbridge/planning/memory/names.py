@@ -48,16 +48,14 @@ class Coverage:
         return index in self.named and index not in self.deciding
 
 
-def coverage(regions: Sequence[Region], stacks: Iterable[Stack], layers: int, *, whole: bool = False) -> Coverage:
-    """The effect of each of `regions` (the first match decides) on the linears of a model with that many layers.
-
-    whole: read every stack; otherwise stop once every region but the last decides somewhere, with `ahead` incomplete.
-    """
+def coverage(regions: Sequence[Region], stacks: Iterable[Stack], layers: int) -> Coverage:
+    """The effect of each of `regions` (the first match decides) on the linears of a model with that many layers, read until every region but the last
+    decides somewhere."""
     found, known = Coverage(), _Masks()
     wanted = set(range(len(regions) - 1))
     seen: set[tuple[object, ...]] = set()
     for stack in stacks:
-        if not whole and wanted <= found.deciding:
+        if wanted <= found.deciding:
             break
         place = told_apart(stack.stem, (region.modules for region in regions))
         alike = (place, stack.linears, *(region.about(stack.layer, layers) for region in regions))
@@ -182,12 +180,8 @@ def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...],
     found, elsewhere = _covered(policy, shapes), foreign(policy, *shapes)
     dead = tuple(text for index in own if found.dead(index) and (text := region_text(regions[index])) not in elsewhere)
     early = {i: region_text(one) + (" (first_last_layers_bf16)" if one.ends else "") for i, one in enumerate(regions)}
-    late = [
-        f"{region_text(regions[index])} never decides: {' and '.join(early[i] for i in sorted(found.ahead[index]))} comes first"
-        for index in own
-        if found.shadowed(index)
-    ]
-    return dead, tuple(late)
+    ahead = {i: " and ".join(early[other] for other in sorted(found.ahead[i])) for i in own if found.shadowed(i)}
+    return dead, tuple(f"{region_text(regions[i])} never decides: {first} comes first" for i, first in ahead.items())
 
 
 def foreign(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[str, ...]:

@@ -168,9 +168,8 @@ def _gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
         ranks = parallel.expert * parallel.expert_width
         sizes.append(whole // parallel.sequence_width * ranks if ranks > 1 else 0)
     if run.model.get("transformer_impl") == "local":
-        sizes.append(
-            run.tokens * shape.seq_length * shape.num_attention_heads // parallel.tensor * policy.compute.bytes
-        )
+        scores = run.tokens * shape.seq_length * shape.num_attention_heads // parallel.tensor
+        sizes.append(scores * policy.compute.bytes)
     return max(sizes)
 
 
@@ -250,16 +249,14 @@ LIMITATIONS = (
 
 def left_out_of_time(run: RunFacts) -> tuple[str, ...]:
     """What a predicted step leaves out, as text, each with the sign of its error."""
-    return tuple(
-        f"{_words(one, run)}; the real step is {one.time}" for one in LIMITATIONS if one.time and one.asked(run)
-    )
+    seen = [one for one in LIMITATIONS if one.time and one.asked(run)]
+    return tuple(f"{_words(one, run)}; the real step is {one.time}" for one in seen)
 
 
 def left_out_of_memory(run: RunFacts) -> tuple[str, ...]:
     """What predicted bytes leave out, as text, each with the sign of its error."""
-    return tuple(
-        f"{_words(one, run)}; the real bytes are {one.memory}" for one in LIMITATIONS if one.memory and one.asked(run)
-    )
+    seen = [one for one in LIMITATIONS if one.memory and one.asked(run)]
+    return tuple(f"{_words(one, run)}; the real bytes are {one.memory}" for one in seen)
 
 
 def states_counted(run: RunFacts) -> bool:

@@ -148,9 +148,8 @@ def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[st
     def of(at_rest: DType, parameter: Parameter | None = None) -> Mapping[str, Holding]:
         if parameter is None or (name not in BESIDE_ADAM and not policy.frozen):
             return kept(at_rest, name)
-        return kept(
-            at_rest, trained_by(name, parameter.name, len(parameter.weight.shape), policy, run.versions.megatron_core)
-        )
+        dimensions, core = len(parameter.weight.shape), run.versions.megatron_core
+        return kept(at_rest, trained_by(name, parameter.name, dimensions, policy, core))
 
     return of
 
@@ -207,10 +206,9 @@ def _dealt(
     """The parameters that dist_muon updates on this rank: whole ones, dealt by size to the ranks in order and back (megatron-core 0.16.1
     optimizer/layer_wise_optimizer.py shard_params)."""
     trained = [parameter for chunk in chunks for parameter in chunk if not is_frozen(policy, parameter.name)]
+    core = run.versions.megatron_core
     # as its groups have them: Muon's matrices first
-    trained.sort(
-        key=lambda one: trained_by("muon", one.name, len(one.weight.shape), core=run.versions.megatron_core) != "muon"
-    )
+    trained.sort(key=lambda one: trained_by("muon", one.name, len(one.weight.shape), core=core) != "muon")
     if run.parallel.replicas(expert=False) == 1:  # then it deals nothing, nor an expert's, whose replicas may be more
         return frozenset(one.name for one in trained)
     trained.sort(key=lambda one: one.weight.elements)

@@ -15,22 +15,16 @@ _CUDA_MODEL = (
 """Model settings that need a CUDA kernel, stream or communicator; megatron-core's defaults leave them off."""
 
 _MEGATRON_FSDP = {
-    "data_parallel_sharding_strategy": "no_shard",
-    "outer_dp_sharding_strategy": "no_shard",
-    "preserve_fp32_weights": True,
-    "keep_fp8_transpose_cache": False,
-    "fsdp_double_buffer": False,
-    "fsdp_manual_registration": False,
-}
+    "data_parallel_sharding_strategy": "no_shard", "outer_dp_sharding_strategy": "no_shard", "preserve_fp32_weights": True,
+    "keep_fp8_transpose_cache": False, "fsdp_double_buffer": False, "fsdp_manual_registration": False,
+}  # fmt: skip
 """Settings of the ddp section that no other wrapper reads -> their defaults."""
 
 
 def _not_parallel(case: Case) -> str:
-    sizes, able = case.run.parallel, case.traits.parallelisms
-    names = [
-        name for name in ("tensor", "pipeline", "context", "expert") if name not in able and getattr(sizes, name) > 1
-    ]
-    wide = ", ".join(f"{name} {getattr(sizes, name)}" for name in names)
+    sizes = {name: getattr(case.run.parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
+    able = case.traits.parallelisms
+    wide = ", ".join(f"{name} {size}" for name, size in sizes.items() if name not in able and size > 1)
     return f"{wide} parallelism on {case.run.engine}" if wide else ""
 
 

@@ -165,7 +165,8 @@ def _never_tried(case: Case) -> str:
     if core is not None and not any(one.reviewed.holds(core) for one in RELEASES):
         strange.append(("megatron-core", core, (_CORES[0], _CORES[-1])))
     return "; ".join(
-        f"{name} {have} has not been tried with mpbridge {VERSION}; the {'newest' if at_least(have, oldest) else 'oldest'} that was is {newest if at_least(have, oldest) else oldest}"
+        f"{name} {have} has not been tried with mpbridge {VERSION}; the "
+        + (f"newest that was is {newest}" if at_least(have, oldest) else f"oldest that was is {oldest}")
         for name, have, (oldest, newest) in strange
     )
 

@@ -49,12 +49,8 @@ class Misfit:
         return -self.value % self.multiple
 
     def __str__(self) -> str:
-        where = (
-            f"{self.module} (layer{'s' if len(self.layers) > 1 else ''} {spans(self.layers)})"
-            if self.layers
-            else self.module
-        )
-        return f"{self.level} {where}: {self.dimension} {self.value}, multiple of {self.multiple}; {self.cure} [{self.source}]"
+        layers = f" (layer{'s' if len(self.layers) > 1 else ''} {spans(self.layers)})" if self.layers else ""
+        return f"{self.level} {self.module}{layers}: {self.dimension} {self.value}, multiple of {self.multiple}; {self.cure} [{self.source}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,8 @@ def _unread_states(case: Case) -> str | None:
         return None  # reported by full-16-bit-with-distributed-optimizer: no optimizer setting fixes it
     kept, found = case.kept, []
     # megatron-core rejects 16-bit main gradients without a precision-aware optimizer; with one it reads its own buffers regardless (a warning below)
-    names = (
-        [*FUSED.values()]
-        if case.aware or not case.core or case.policy.narrow_alone
-        else [*FUSED.values(), "main_grads"]
-    )
-    for name in names:
+    grads = [] if case.aware or not case.core or case.policy.narrow_alone else ["main_grads"]
+    for name in (*FUSED.values(), *grads):
         stated, held = getattr(case.policy, name), kept.get(name)
         if name == "main_params" and _bf16_beside(case):
             continue  # a precision-aware optimizer cannot keep such weights either, see fused-adam-keeps-no-bf16-main-weights

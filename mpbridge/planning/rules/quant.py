@@ -28,17 +28,10 @@ def _module_in_stored(case: Case) -> str:
     base = case.policy.quant
     if base is None or not base.stored:
         return ""
-    alike = (True, base.scaling)
-    odd = [
-        region.modules
-        for region in case.policy.module_regions
-        if region.quant is None or (region.quant.stored, region.quant.scaling) != alike
-    ]
-    return (
-        f"modules {', '.join(odd)} differ from layers whose weights are stored as {base.scaling} {base.format}"
-        if odd
-        else ""
-    )
+    rules = [(region.modules, region.quant) for region in case.policy.module_regions]
+    odd = [name for name, own in rules if own is None or not own.stored or own.scaling != base.scaling]
+    kept = f"differ from layers whose weights are stored as {base.scaling} {base.format}"
+    return f"modules {', '.join(odd)} {kept}" if odd else ""
 
 
 def _mixed_gemms(case: Case) -> str:

@@ -60,11 +60,8 @@ def _misplaced(case: Case) -> str:
     trained = [one for chunk in parameters(case.run, first) for one in chunk if not is_frozen(case.policy, one.name)]
     found = list(dict.fromkeys(one.weight.path for one in trained if one.weight.elements % ALIGN))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return (
-        f"{', '.join(found[:3])}{more} beside stored weights that are gathered through the gradient buffer"
-        if found
-        else ""
-    )
+    beside = f"{more} beside stored weights that are gathered through the gradient buffer"
+    return f"{', '.join(found[:3])}{beside}" if found else ""
 
 
 _FATAL = ("check_for_nan_in_grad", "check_for_large_grads")

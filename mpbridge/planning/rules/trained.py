@@ -49,12 +49,10 @@ def _impossible(case: Case) -> str:
     words = {name: case.opt(name, known[0]) for name, known in WORDS.items()} | {"muon_tp_mode": _mode(case)}
     steps, momentum = case.opt("muon_num_ns_steps", 5), case.opt("muon_momentum", 0.95)
     extra = case.opt("muon_extra_scale_factor", 1.0)
+    odd = [(f"{name}={say(words[name])} ({', '.join(WORDS[name])})", words[name] not in WORDS[name]) for name in WORDS]
     return faults(
         "",
-        *(
-            (f"{name}={say(words[name])} ({', '.join(known)})", words[name] not in known)
-            for name, known in WORDS.items()
-        ),
+        *odd,
         (f"muon_num_ns_steps={steps} (1 or more)", steps < 1),
         (f"muon_momentum={momentum} (0 to below 1)", not 0 <= momentum < 1),
         (f"muon_extra_scale_factor={say(extra)} (above 0)", not extra > 0),
@@ -63,10 +61,8 @@ def _impossible(case: Case) -> str:
 
 def _mode(case: Case) -> str:
     """muon_tp_mode; where it is the installed release's default, that of the release that is asked about."""
-    own, there = (
-        _own("muon_tp_mode"),
-        records("optimizer", version=case.run.versions.megatron_core)["muon_tp_mode"]["default"],
-    )
+    there = records("optimizer", version=case.run.versions.megatron_core)["muon_tp_mode"]["default"]
+    own = _own("muon_tp_mode")
     said = case.opt("muon_tp_mode", own)
     return str(there if said == own else said)
 
@@ -76,13 +72,8 @@ def _unread(case: Case) -> str:
     name, section = case.run.optimizer.name, case.run.optimizer.settings
     usual = records("optimizer", version=case.run.versions.megatron_core)
     given = [one for one in section if one.startswith(OWN_SETTINGS) and not reads(name, one, section)]
-    return faults(
-        f"optimizer={name} with ",
-        *(
-            (f"{one}={say(section[one])}", one in usual and section[one] not in (usual[one]["default"], _own(one)))
-            for one in given
-        ),
-    )
+    odd = [one for one in given if one in usual and section[one] not in (usual[one]["default"], _own(one))]
+    return f"optimizer={name} with {', '.join(f'{one}={say(section[one])}' for one in odd)}" if odd else ""
 
 
 def _own(name: str) -> Any:

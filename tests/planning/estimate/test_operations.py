@@ -9,7 +9,6 @@ import pytest
 from mpbridge.common.errors import BadValue
 from mpbridge.planning.estimate.build import work
 from mpbridge.planning.estimate.gemms import model_flops_per_token
-from mpbridge.planning.estimate.price import flops
 from mpbridge.settings.container import ConfigContainer
 from scripts.evidence.published import CANNOT, UNUSUAL, priced, rows, run_of
 
@@ -33,7 +32,7 @@ def test_products_of_a_whole_model_are_six_flops_a_weight_and_token():
         global_batch_size=1,
     )
     policy = run_of(rows()[1]).policy
-    found = flops(work(policy, whole, 0).gemms)
+    found = sum(one.flops for one in work(policy, whole, 0).gemms)
     weights = 80 * (8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672) + 8192 * 128256
     assert found == 6 * weights * 8192
 
