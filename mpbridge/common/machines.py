@@ -102,21 +102,10 @@ def _gpu(
     memory, known = _memory(name, gigabytes)
     (nvlink, domain, network, links), (units, clock) = _LINKS[name], _CHIPS[name]
     return Machine(
-        name=name,
-        arch=arch,
-        memory_bytes=memory,
-        memory_source=known,
-        bandwidth=bandwidth * 1e9,
-        peak=tuple(peak.items()),
-        multiprocessors=units,
-        clock=clock * 1e9,
-        nvlink=nvlink * 1e9,
-        domain=domain,
-        network=network * 1e9,
-        link_source=links,
-        source=source,
-        note=note,
-    )
+        name=name, arch=arch, memory_bytes=memory, memory_source=known, bandwidth=bandwidth * 1e9, peak=tuple(peak.items()),
+        multiprocessors=units, clock=clock * 1e9, nvlink=nvlink * 1e9, domain=domain, network=network * 1e9,
+        link_source=links, source=source, note=note,
+    )  # fmt: skip
 
 
 _SITE = "https://www.nvidia.com/en-us/data-center"

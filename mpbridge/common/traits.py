@@ -132,9 +132,8 @@ def _places() -> dict[str, str]:
     places = dict(BUILT_IN)
     for point in _installed():
         if point.name in places:
-            raise DuplicateName(
-                f"entry point {point.value!r} provides an engine named {point.name!r}, which already exists"
-            )
+            what = f"an engine named {point.name!r}, which already exists"
+            raise DuplicateName(f"entry point {point.value!r} provides {what}")
         places[point.name] = point.value
     return places
 

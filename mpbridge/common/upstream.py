@@ -33,18 +33,15 @@ class Guard:
         for entry in map(Path, sys.path):
             if (entry / NAME / "__init__.py").is_file():
                 if not has_libraries(entry):
-                    raise ModuleNotFoundError(
-                        f"{NAME} in {entry} has no CUDA parts: with mpbridge.transformer_engine_on_cpu() it runs without a GPU",
-                        name=NAME,
-                    )
+                    cure = "with mpbridge.transformer_engine_on_cpu() it runs without a GPU"
+                    raise ModuleNotFoundError(f"{NAME} in {entry} has no CUDA parts: {cure}", name=NAME)
                 return
 
 
 def install() -> None:
     """Inserts the guard before the other finders, once."""
-    if not any(
-        type(finder).__name__ == Guard.__name__ and type(finder).__module__ == __name__ for finder in sys.meta_path
-    ):
+    there = {(type(finder).__module__, type(finder).__name__) for finder in sys.meta_path}
+    if (__name__, Guard.__name__) not in there:
         sys.meta_path.insert(0, Guard())
 
 

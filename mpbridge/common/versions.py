@@ -56,9 +56,8 @@ class Window:
         """Whether a version is in the window. An unknown version counts as inside: a false warning is better than a NaN at step 2."""
         if have is None:
             return True
-        return (self.since is None or at_least(have, self.since)) and (
-            self.until is None or not at_least(have, self.until)
-        )
+        begun = self.since is None or at_least(have, self.since)
+        return begun and (self.until is None or not at_least(have, self.until))
 
     def __str__(self) -> str:
         ends = [f"from {self.since}"] if self.since else []

@@ -170,11 +170,8 @@ class MixedPrecisionConfig:
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in self.__dataclass_fields__:
                 raise UnknownName("field of MixedPrecisionConfig", name, self.__dataclass_fields__)
-            if (
-                isinstance(value, float)
-                and value.is_integer()
-                and str(self.__dataclass_fields__[name].type).startswith("int")
-            ):
+            whole = str(self.__dataclass_fields__[name].type).startswith("int")
+            if whole and isinstance(value, float) and value.is_integer():
                 value = int(value)  # YAML reads 1e3 as a float, and 2.0 is accepted as 2
             object.__setattr__(self, name, value)
             if name in _TWIN_OF and "_made" in self.__dict__:
@@ -192,9 +189,8 @@ class MixedPrecisionConfig:
 
     def given(self) -> dict[str, Any]:
         """The values that differ from the class's defaults."""
-        return {
-            name: value for name, value in self.stored().items() if value != self.__dataclass_fields__[name].default
-        }
+        usual = {name: field.default for name, field in self.__dataclass_fields__.items()}
+        return {name: value for name, value in self.stored().items() if value != usual[name]}
 
     def as_data(self) -> dict[str, Any]:
         """`given()` in plain YAML types; `MixedPrecisionConfig.from_data` reads it back to an equal config."""
@@ -245,14 +241,10 @@ def twin_clashes(said: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _declared(name: str) -> FieldRow:
-    found = vars(MixedPrecisionConfig).get(name)
-    return found.row if isinstance(found, DTypeField) else FieldRow()
-
-
+_DTYPES = {name: field.row for name, field in vars(MixedPrecisionConfig).items() if isinstance(field, DTypeField)}
 ROWS: Mapping[str, FieldRow] = MappingProxyType(
     {
-        name: field.metadata["row"] if "row" in field.metadata else _declared(name)
+        name: field.metadata.get("row") or _DTYPES.get(name, FieldRow())
         for name, field in MixedPrecisionConfig.__dataclass_fields__.items()
     }
 )

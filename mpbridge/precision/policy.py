@@ -46,9 +46,9 @@ class LossScale:
         The first `hysteresis - 1` overflows leave the scale unchanged, each further one halves it (megatron-core's DynamicGradScaler).
         """
         end = max(self.minimum, to or self.minimum)
-        return (
-            self.hysteresis - 1 + math.ceil(math.log2(self.initial / end)) if self.dynamic and end < self.initial else 0
-        )
+        if not self.dynamic or end >= self.initial:
+            return 0
+        return self.hysteresis - 1 + math.ceil(math.log2(self.initial / end))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,18 +199,16 @@ class PrecisionPolicy:
 
         aware = own("use_precision_aware_optimizer", False) if self.precision_aware is None else self.precision_aware
 
-        def state(field: str, mine: DType | None) -> DType:
+        def state(fact: str) -> Any:
             # megatron-core reads these only with a precision-aware optimizer (optimizer_config.py: all must be FP32 otherwise)
-            return mine or (dtype(own(field, DType.FP32)) if aware else DType.FP32)
+            return getattr(self, fact) or (dtype(own(f"{fact}_dtype", DType.FP32)) if aware else DType.FP32)
 
+        remainders = bool(own("store_param_remainders", True)) if self.remainders is None else self.remainders
         return dataclasses.replace(
             self,
             precision_aware=bool(aware),
-            remainders=bool(own("store_param_remainders", True)) if self.remainders is None else self.remainders,
-            main_grads=state("main_grads_dtype", self.main_grads),
-            main_params=state("main_params_dtype", self.main_params),
-            exp_avg=state("exp_avg_dtype", self.exp_avg),
-            exp_avg_sq=state("exp_avg_sq_dtype", self.exp_avg_sq),
+            remainders=remainders,
+            **{fact: state(fact) for fact in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")},
         )
 
     def as_data(self) -> dict[str, Any]:

@@ -52,20 +52,17 @@ class Recipe:
     @property
     def needs(self) -> tuple[int, int] | None:
         """Lowest CUDA compute capability that runs it natively; None: any machine, including a CPU (or unknown: `foreign`)."""
-        policy = self.policy
-        return None if policy is None else requirements.needs(policy)
+        return None if (policy := self.policy) is None else requirements.needs(policy)
 
     @property
     def engine(self) -> str | None:
         """Its engine; None: megatron-core's."""
-        policy = self.policy
-        return self.prefers or (None if policy is None else requirements.engine_for(policy))
+        return self.prefers or (None if (policy := self.policy) is None else requirements.engine_for(policy))
 
     @property
     def hints(self) -> tuple[str, ...]:
         """Recommended hyperparameters, each with its source."""
-        policy = self.policy
-        return (() if policy is None else requirements.hints(policy)) + self.advice
+        return (() if (policy := self.policy) is None else requirements.hints(policy)) + self.advice
 
 
 @functools.lru_cache(256)

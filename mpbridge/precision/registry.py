@@ -154,23 +154,11 @@ def register(
         own_name = getattr(made_by, "__name__", "")
         if not (name or own_name.isidentifier()):
             raise BadValue(f"{made_by!r} has no name of its own: register(name=...)")
-        described = (
-            summary
-            or (inspect.getdoc(made_by) or "").partition("\n")[0]
-            or f"registered by {getattr(made_by, '__module__', 'a caller')}"
-        )
+        described = summary or (inspect.getdoc(made_by) or "").partition("\n")[0]
+        described = described or f"registered by {getattr(made_by, '__module__', 'a caller')}"
         source = f"{getattr(made_by, '__module__', '?')}:{getattr(made_by, '__qualname__', '?')}"
-        _store(
-            Recipe(
-                name=key(name or own_name),
-                make=made_by,
-                aliases=tuple(map(key, aliases)),
-                summary=described,
-                prefers=engine,
-                advice=hints,
-                **{"source": source, **metadata},
-            )
-        )
+        own = {"source": source, **metadata, "aliases": tuple(map(key, aliases)), "prefers": engine, "advice": hints}
+        _store(Recipe(name=key(name or own_name), make=made_by, summary=described, **own))
         return made_by
 
     return enter if factory is None else enter(factory)
@@ -210,9 +198,8 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
         return _from_yaml(file)
     if _is_place(text):
         if not code:
-            raise RecipeError(
-                f"recipe={text!r} is code that comes with this configuration: name the recipe yourself (--recipe)"
-            )
+            why = "is code that comes with this configuration: name the recipe yourself (--recipe)"
+            raise RecipeError(f"recipe={text!r} {why}")
         return call(function(text), text)
     entry = recipe(text)
     return call(entry.make, entry.name)

@@ -20,13 +20,10 @@ def needs(policy: PrecisionPolicy) -> Arch | None:
 
 def able(policy: PrecisionPolicy, engine: EngineTraits) -> bool:
     """Whether an engine can keep such parameters and compute such GEMMs; other restrictions are rules."""
-    wide = policy.params is DType.FP32 and policy.mixed
     libraries = {quant.row.hardware.library for quant in policy.quants}
-    return (
-        (engine.wide_storage or not wide)
-        and libraries <= engine.quantizers
-        and (engine.stored_weights or not policy.stored)
-    )
+    stored = engine.stored_weights or not policy.stored
+    wide = engine.wide_storage or not policy.mixed or policy.params is not DType.FP32
+    return wide and stored and libraries <= engine.quantizers
 
 
 def engine_for(policy: PrecisionPolicy) -> str | None:

@@ -55,9 +55,8 @@ class _Steady(io.TextIOBase):
         except (OSError, ValueError) as error:  # ValueError: it was closed
             self.gone = True
             silence()
-            warn(
-                f"standard output was closed ({getattr(error, 'strerror', None) or error}); the run continues without it"
-            )
+            why = getattr(error, "strerror", None) or error
+            warn(f"standard output was closed ({why}); the run continues without it")
 
 
 def silence() -> None:
