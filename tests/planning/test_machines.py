@@ -78,18 +78,12 @@ def test_sm120_is_reported_and_unproven():
     assert can_run(policy("nvfp4"), machine("gb200"), TE_211).proven
 
 
-@pytest.mark.parametrize(
-    ("name", "gpu", "te", "nearest"),
-    [
-        ("mxfp8", "h100", "2.11.0", "bf16_with_fp8_subchannel_scaling_mixed"),
-        ("nvfp4", "b200", "2.6.0", "bf16_with_mxfp8_mixed"),
-        ("mxfp8", "rtx5090", "2.11.0", "bf16_with_fp8_subchannel_scaling_mixed"),
-        ("fp8_ds", "h100", None, "bf16_mixed"),
-        ("fp16_with_mxfp8_mixed", "h200", "2.11.0", "fp16_with_fp8_subchannel_scaling_mixed"),
-        ("bf16", "v100", "2.11.0", "fp16_mixed"),
-        ("bf16", "h100", "2.11.0", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "gpu", "te", "nearest"), [
+    ("mxfp8", "h100", "2.11.0", "bf16_with_fp8_subchannel_scaling_mixed"), ("nvfp4", "b200", "2.6.0", "bf16_with_mxfp8_mixed"),
+    ("mxfp8", "rtx5090", "2.11.0", "bf16_with_fp8_subchannel_scaling_mixed"), ("fp8_ds", "h100", None, "bf16_mixed"),
+    ("fp16_with_mxfp8_mixed", "h200", "2.11.0", "fp16_with_fp8_subchannel_scaling_mixed"),
+    ("bf16", "v100", "2.11.0", "fp16_mixed"), ("bf16", "h100", "2.11.0", None),
+])  # fmt: skip
 def test_nearest_legal_recipe(name, gpu, te, nearest):
     answer = can_run(policy(name), machine(gpu), Versions(transformer_engine=te, cuda="12.9"))
     assert answer.nearest == nearest

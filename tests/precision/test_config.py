@@ -108,11 +108,9 @@ def test_first_last_layers_alone_means_one_layer_at_each_end() -> None:
 
 
 _VALUES: dict[str, Any] = {
-    "bool": st.booleans(),
-    "int": st.integers(0, 9),
-    "float": st.floats(1, 1e6),
+    "bool": st.booleans(), "int": st.integers(0, 9), "float": st.floats(1, 1e6),
     "str": st.sampled_from(["e4m3", "mxfp8", "fp32"]),
-}
+}  # fmt: skip
 
 
 @settings(deadline=None)

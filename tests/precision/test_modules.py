@@ -54,19 +54,10 @@ def test_what_is_new_is_written_as_schema_2_and_read_back() -> None:
 
 
 # --- layers ------------------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("said", "covered"),
-    [
-        (3, [3]),
-        ("2-4", [2, 3, 4]),
-        ("-1", [7]),
-        (-2, [6]),
-        ("first 2", [0, 1]),
-        ("last 2", [6, 7]),
-        ([0, "3-4", "last 1"], [0, 3, 4, 7]),
-        ("0, 5 to -2", [0, 5, 6]),
-    ],
-)
+@pytest.mark.parametrize(("said", "covered"), [
+    (3, [3]), ("2-4", [2, 3, 4]), ("-1", [7]), (-2, [6]), ("first 2", [0, 1]), ("last 2", [6, 7]),
+    ([0, "3-4", "last 1"], [0, 3, 4, 7]), ("0, 5 to -2", [0, 5, 6]),
+])  # fmt: skip
 def test_layers_are_counted_from_either_end(said: Any, covered: list[int]) -> None:
     region = Region(layers=layer_spans(said))
     assert [layer for layer in range(8) if region.covers("mlp.linear_fc1", layer, 8)] == covered

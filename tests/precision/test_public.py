@@ -13,28 +13,10 @@ import mpbridge
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
-    "ConfigContainer",
-    "MixedPrecisionConfig",
-    "MpbridgeError",
-    "Plan",
-    "PrecisionPolicy",
-    "Receipt",
-    "Run",
-    "__version__",
-    "apply",
-    "build",
-    "emulate",
-    "get_mixed_precision_config",
-    "plan",
-    "pretrain",
-    "recipes",
-    "register",
-    "resolve",
-    "transformer_engine_on_cpu",
-    "tune_module",
-    "witness",
-    "wrap",
-}
+    "ConfigContainer", "MixedPrecisionConfig", "MpbridgeError", "Plan", "PrecisionPolicy", "Receipt", "Run", "__version__",
+    "apply", "build", "emulate", "get_mixed_precision_config", "plan", "pretrain", "recipes", "register", "resolve",
+    "transformer_engine_on_cpu", "tune_module", "witness", "wrap",
+}  # fmt: skip
 
 
 def test_the_public_names_are_those_promised() -> None:

@@ -82,12 +82,8 @@ def test_a_recipes_need_is_what_the_capability_asks_for() -> None:
 
 def test_a_recipes_name_says_what_it_does() -> None:
     words = {
-        "mxfp8": "mxfp8",
-        "delayed": "delayed",
-        "subchannel": "blockwise",
-        "current": "tensorwise",
-        "nvfp4": "nvfp4",
-    }
+        "mxfp8": "mxfp8", "delayed": "delayed", "subchannel": "blockwise", "current": "tensorwise", "nvfp4": "nvfp4",
+    }  # fmt: skip
     for entry in BUILT_IN:
         policy = resolve(entry.make())
         for word, scaling in words.items():

@@ -144,15 +144,11 @@ def test_a_file_of_functions_asks_which_one(tmp_path: Path) -> None:
         get_mixed_precision_config(str(tmp_path / "mine.py"))
 
 
-@pytest.mark.parametrize(
-    ("named", "code", "said"),
-    [
-        ("evil.py:run", False, "is code that comes with this configuration"),
-        ("evil.yaml", False, r"evil\.yaml extends code, .*evil\.py:run"),
-        ("evil.yaml", True, r"name it yourself \(--recipe .*evil\.py:run\)"),
-        ("more.yaml", True, r"evil\.yaml extends code"),
-    ],
-)
+@pytest.mark.parametrize(("named", "code", "said"), [
+    ("evil.py:run", False, "is code that comes with this configuration"),
+    ("evil.yaml", False, r"evil\.yaml extends code, .*evil\.py:run"),
+    ("evil.yaml", True, r"name it yourself \(--recipe .*evil\.py:run\)"), ("more.yaml", True, r"evil\.yaml extends code"),
+])  # fmt: skip
 def test_a_file_cannot_make_code_run_and_a_name_only_where_code_may(
     tmp_path: Path, named: str, code: bool, said: str
 ) -> None:

@@ -19,20 +19,15 @@ def written(folder: Path, name: str, text: str) -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize(
-    ("text", "needs", "engine", "hint"),
-    [
-        ("extends: fp32_params_bf16_compute\n", None, "fsdp2", None),
-        ("extends: fsdp_fused_adam\n", None, "fsdp2", None),
-        ("extends: bf16_megatron_fsdp\nexp_avg_dtype: bf16\n", None, "megatron_fsdp", None),
-        ("extends: bf16_mixed\nparams_dtype: fp32\n", None, "fsdp2", None),
-        ("extends: bf16_mixed\n", None, None, None),
-        ("extends: mxfp8\n", (10, 0), None, "epsilon"),
-        ("bf16: true\nfp8: hybrid\nfp8_recipe: blockwise\nfirst_last_layers_bf16: true\n", (9, 0), None, "edge layers"),
-        ("extends: full_bf16\n", None, None, "are lost"),
-        ("extends: fp8_mx\nmodules: {mlp.linear_fc2: bf16}\n", (10, 0), None, "epsilon"),
-    ],
-)
+@pytest.mark.parametrize(("text", "needs", "engine", "hint"), [
+    ("extends: fp32_params_bf16_compute\n", None, "fsdp2", None), ("extends: fsdp_fused_adam\n", None, "fsdp2", None),
+    ("extends: bf16_megatron_fsdp\nexp_avg_dtype: bf16\n", None, "megatron_fsdp", None),
+    ("extends: bf16_mixed\nparams_dtype: fp32\n", None, "fsdp2", None), ("extends: bf16_mixed\n", None, None, None),
+    ("extends: mxfp8\n", (10, 0), None, "epsilon"),
+    ("bf16: true\nfp8: hybrid\nfp8_recipe: blockwise\nfirst_last_layers_bf16: true\n", (9, 0), None, "edge layers"),
+    ("extends: full_bf16\n", None, None, "are lost"),
+    ("extends: fp8_mx\nmodules: {mlp.linear_fc2: bf16}\n", (10, 0), None, "epsilon"),
+])  # fmt: skip
 def test_a_file_says_as_much_as_the_recipe_that_it_extends(
     tmp_path: Path, text: str, needs: tuple[int, int] | None, engine: str | None, hint: str | None
 ) -> None:

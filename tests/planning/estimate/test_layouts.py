@@ -88,16 +88,9 @@ def everything(policy, facts, target):
     return itertools.chain(*families(policy, facts, target))
 
 
-@pytest.mark.parametrize(
-    ("config", "world", "gib", "fitting"),
-    [
-        ("gpt_tiny", 4, 80, "all"),
-        ("moe_tiny", 2, 80, "all"),
-        ("gpt_tiny", 4, 0.65, "some"),
-        ("gpt_tiny", 2, 0.5, "none"),
-    ],
-    ids=["dense", "experts", "little room", "no room"],
-)
+@pytest.mark.parametrize(("config", "world", "gib", "fitting"), [
+    ("gpt_tiny", 4, 80, "all"), ("moe_tiny", 2, 80, "all"), ("gpt_tiny", 4, 0.65, "some"), ("gpt_tiny", 2, 0.5, "none"),
+], ids=["dense", "experts", "little room", "no room"])  # fmt: skip
 def test_the_search_finds_what_looking_at_every_candidate_finds(config, world, gib, fitting):
     target = dataclasses.replace(H100, memory_bytes=int(gib * 2**30))
     policy, facts = facts_of(config, world)
@@ -231,13 +224,8 @@ def test_a_measured_run_stands_beside_its_prediction(tmp_path, capsys):
     (tmp_path / "m.yaml").write_text(MACHINE)
     config = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).as_data()
     data = {
-        "recipe": "bf16_mixed",
-        "seconds": 0.5,
-        "tokens_per_second": 4096.0,
-        "steps": 10,
-        "world_size": 1,
-        "config": config,
-    }
+        "recipe": "bf16_mixed", "seconds": 0.5, "tokens_per_second": 4096.0, "steps": 10, "world_size": 1, "config": config,
+    }  # fmt: skip
     (tmp_path / "timing.json").write_text(json.dumps(data))
     assert timing(tmp_path).seconds == 0.5
     assert main(["estimate", "--against", str(tmp_path), "--machine-file", str(tmp_path / "m.yaml")]) == 0
@@ -304,19 +292,11 @@ def test_published_numbers_of_virtual_stages_are_considered():
     assert virtual == {1, 2, 4, 5, 10, 20}
 
 
-@pytest.mark.parametrize(
-    ("config", "asked", "said"),
-    [
-        (
-            "gpt_tiny",
-            ["model.fp16_lm_cross_entropy=true"],
-            "fp16-cross-entropy: fp16_lm_cross_entropy with bf16 compute",
-        ),
-        ("llama3_405b", [], "weights and gradients alone exceed the memory of 8 x H100"),
-        ("gpt_tiny", ["train.global_batch_size=7", "--world-size", "64"], "sizes must divide 64 GPUs"),
-    ],
-    ids=["a rule", "memory", "sizes"],
-)
+@pytest.mark.parametrize(("config", "asked", "said"), [
+    ("gpt_tiny", ["model.fp16_lm_cross_entropy=true"], "fp16-cross-entropy: fp16_lm_cross_entropy with bf16 compute"),
+    ("llama3_405b", [], "weights and gradients alone exceed the memory of 8 x H100"),
+    ("gpt_tiny", ["train.global_batch_size=7", "--world-size", "64"], "sizes must divide 64 GPUs"),
+], ids=["a rule", "memory", "sizes"])  # fmt: skip
 def test_what_refuses_every_layout_is_named(config, asked, said, capsys):
     assert main(["layouts", "--config", config, "--target", "h100", "--world-size", "8", *asked]) == 1
     assert said in capsys.readouterr().out

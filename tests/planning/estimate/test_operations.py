@@ -48,19 +48,12 @@ def test_recomputed_modules_are_computed_once_more():
     assert {gemm.where.rpartition(".")[2] for gemm in again} == {"linear_q_up_proj", "linear_kv_up_proj"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({}, 3.5),
-        ({"recompute_modules": ["core_attn"]}, 3.5),
-        ({"recompute_granularity": "selective"}, 4.5),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 4.5),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 3.5),
-        ({"recompute_granularity": "selective", "recompute_modules": []}, 3.5),
-        ({"moe_layer_recompute": True}, 4.5),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("settings", "passes"), [
+    ({}, 3.5), ({"recompute_modules": ["core_attn"]}, 3.5), ({"recompute_granularity": "selective"}, 4.5),
+    ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 4.5),
+    ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 3.5),
+    ({"recompute_granularity": "selective", "recompute_modules": []}, 3.5), ({"moe_layer_recompute": True}, 4.5),
+], ids=str)  # fmt: skip
 def test_selective_recomputation_that_names_nothing_computes_core_attention_once_more(settings, passes):
     run = run_of(rows()[1])  # Llama 3 70B: no experts, fused attention
     bare = {name: value for name, value in run.facts.model.items() if not name.startswith("recompute")}

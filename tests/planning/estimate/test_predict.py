@@ -118,16 +118,11 @@ def test_what_is_not_priced_is_named():
         estimate(run.policy, run.facts, machine("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "what", "time", "memory", "exact"),
-    [
-        ({"is_hybrid_model": True}, "state-space layers (Mamba)", "faster", "smaller", False),
-        ({"linear_attention_freq": 4}, "linear attention", "faster", "larger", False),
-        ({"variable_seq_lengths": True}, "packed sequences", "faster", "at most as large", True),
-        ({}, "", "", "", True),
-    ],
-    ids=["hybrid", "linear attention", "packed", "plain"],
-)
+@pytest.mark.parametrize(("settings", "what", "time", "memory", "exact"), [
+    ({"is_hybrid_model": True}, "state-space layers (Mamba)", "faster", "smaller", False),
+    ({"linear_attention_freq": 4}, "linear attention", "faster", "larger", False),
+    ({"variable_seq_lengths": True}, "packed sequences", "faster", "at most as large", True), ({}, "", "", "", True),
+], ids=["hybrid", "linear attention", "packed", "plain"])  # fmt: skip
 def test_what_is_counted_as_something_else_is_named_with_the_sign_of_the_error(settings, what, time, memory, exact):
     run = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).resolved(
         1, machine=machine("h100"), versions=ASSUMED, training=False

@@ -22,10 +22,8 @@ LLAMA = {
     "position_embedding_type": "rope", "ffn_hidden_size": 104, "qk_layernorm": True,
 }  # fmt: skip
 YARN = {
-    "position_embedding_type": "yarn",
-    "yarn_rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 24,
-}
+    "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 24,
+}  # fmt: skip
 LLAMA_TIED = LLAMA | YARN | {"share_embeddings_and_output_weights": True, "add_qkv_bias": True, "qk_layernorm": False}
 MOE = {
     "share_embeddings_and_output_weights": False, "add_bias_linear": False, "num_moe_experts": 4, "moe_ffn_hidden_size": 40, "moe_layer_freq": [0, 1],
@@ -39,49 +37,31 @@ HYBRID = {
 }  # fmt: skip
 MIXED = HYBRID | {name: MOE[name] for name in MOE if name != "moe_layer_freq"} | {"hybrid_override_pattern": "ME*E"}
 SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": GPT2,
-    "gpt2_untied": GPT2 | {"share_embeddings_and_output_weights": False},
-    "llama": LLAMA,
-    "llama_tied": LLAMA_TIED,
-    "moe": MOE,
-    "hybrid": HYBRID,
-    "hybrid_moe": MIXED,
-    "lora": LLAMA | {"lora_rank": 3},
-}
+    "gpt2": GPT2, "gpt2_untied": GPT2 | {"share_embeddings_and_output_weights": False}, "llama": LLAMA, "llama_tied": LLAMA_TIED,
+    "moe": MOE, "hybrid": HYBRID, "hybrid_moe": MIXED, "lora": LLAMA | {"lora_rank": 3},
+}  # fmt: skip
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "sharded": {"ddp": SHARDED},
-    "buckets": {"ddp": OVERLAP | {"bucket_size": 9000}},
+    "ddp": {}, "sharded": {"ddp": SHARDED}, "buckets": {"ddp": OVERLAP | {"bucket_size": 9000}},
     "bus": {"ddp": SHARDED | {"pad_buckets_for_high_nccl_busbw": True}},
     "tp": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "ddp": SHARDED},
     "pp": {"parallel": {"pipeline_model_parallel_size": 2}, "ddp": SHARDED},
     "pp_ddp": {"parallel": {"pipeline_model_parallel_size": 2}},
-    "ep": {"parallel": {"expert_model_parallel_size": 2}, "ddp": SHARDED},
-    "unclipped": {"optimizer": {"clip_grad": 0.0}},
+    "ep": {"parallel": {"expert_model_parallel_size": 2}, "ddp": SHARDED}, "unclipped": {"optimizer": {"clip_grad": 0.0}},
     "sgd": {"optimizer": {"optimizer": "sgd"}},
-}
+}  # fmt: skip
 RECIPES: dict[str, Any] = {
-    "fp32": "fp32",
-    "bf16": "bf16_mixed",
-    "fp16": "fp16_mixed",
-    "bf16_grads": {"recipe": "bf16_mixed", "grad_reduce_in_fp32": False},
-    "moments": "bf16_mixed_bf16_moments",
+    "fp32": "fp32", "bf16": "bf16_mixed", "fp16": "fp16_mixed",
+    "bf16_grads": {"recipe": "bf16_mixed", "grad_reduce_in_fp32": False}, "moments": "bf16_mixed_bf16_moments",
     "remainders": {"recipe": "bf16_mixed", "use_precision_aware_optimizer": True, "grad_reduce_in_fp32": False},
-    "no_remainders": {
-        "recipe": "bf16_mixed",
-        "use_precision_aware_optimizer": True,
-        "store_param_remainders": False,
-        "exp_avg_dtype": "fp8",
-    },
+    "no_remainders": {"recipe": "bf16_mixed", "use_precision_aware_optimizer": True, "store_param_remainders": False, "exp_avg_dtype": "fp8"},
     "kept": {"recipe": "bf16_mixed", "keep_fp32": ["*layernorm*"]},
-    "mamba_kept": {"recipe": "bf16_mixed", "keep_fp32": ["*.A_log", "*.D", "*.dt_bias"]},
-    "full": "full_bf16",
+    "mamba_kept": {"recipe": "bf16_mixed", "keep_fp32": ["*.A_log", "*.D", "*.dt_bias"]}, "full": "full_bf16",
     "frozen": {"recipe": "bf16_mixed", "frozen": ["*"]},
     "frozen_wide": {"recipe": "bf16_mixed", "frozen": ["*"], "lora_dtype": "fp32"},
     "frozen_layer": {"recipe": "bf16_mixed", "frozen": ["decoder.layers.0.*", "*norm*"]},
-}
+}  # fmt: skip
 
 
 def differences(size: int, cases: list[str], folder: Path, *, timeout: float = 840.0) -> dict[str, Any]:
@@ -97,14 +77,9 @@ def resolved(case: str, *, world: int) -> Any:
     shape, layout, recipe = case.split("/")
     extra = LAYOUTS[layout]
     model = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": VOCAB,
-        "max_sequence_length": SEQ,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    }  # fmt: skip
     container = ConfigContainer(
         mixed_precision=RECIPES[recipe],
         model=model | SHAPES[shape],

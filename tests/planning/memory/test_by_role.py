@@ -62,16 +62,11 @@ def test_published_parameter_counts():
     )  # "671B"; without the multi-token prediction module
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "gpu", "expected"),
-    [
-        ("bf16_mixed", {}, "h100", 2.00),
-        ("bf16_with_fp8_current_scaling_mixed", {"first_last_layers_bf16": False}, "h100", 2.00),
-        ("bf16_with_fp8_current_scaling_mixed", {"first_last_layers_bf16": False}, "b200", 1.00),
-        ("bf16_with_mxfp8_mixed", {}, "b200", 2.06),
-        ("fp32", {}, "h100", 4.00),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "gpu", "expected"), [
+    ("bf16_mixed", {}, "h100", 2.00), ("bf16_with_fp8_current_scaling_mixed", {"first_last_layers_bf16": False}, "h100", 2.00),
+    ("bf16_with_fp8_current_scaling_mixed", {"first_last_layers_bf16": False}, "b200", 1.00),
+    ("bf16_with_mxfp8_mixed", {}, "b200", 2.06), ("fp32", {}, "h100", 4.00),
+])  # fmt: skip
 def test_a_frozen_linear_takes_the_bytes_measured_on_transformer_engines_tensors(name, changes, gpu, expected):
     """Live tensors of Transformer Engine 2.11's Python: a weight with its scales, and before Blackwell its transposed copy."""
     shape = dataclasses.replace(LLAMA3_8B, lora_rank=8, lora_targets=("mlp.*",))
@@ -311,19 +306,12 @@ def test_the_answer_follows_the_band():
     assert verdict(wide, one.states - 1) == "does not fit"  # states are exact, whatever the band
 
 
-@pytest.mark.parametrize(
-    ("model", "more"),
-    [
-        ({"attention_backend": "unfused"}, True),
-        ({"transformer_impl": "local"}, True),
-        ({"cross_entropy_loss_fusion": True}, True),
-        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, False),
-        ({"defer_embedding_wgrad_compute": True}, True),
-        ({"cpu_offloading": True, "cpu_offloading_num_layers": 16}, False),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("model", "more"), [
+    ({"attention_backend": "unfused"}, True), ({"transformer_impl": "local"}, True), ({"cross_entropy_loss_fusion": True}, True),
+    ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, False),
+    ({"defer_embedding_wgrad_compute": True}, True), ({"cpu_offloading": True, "cpu_offloading_num_layers": 16}, False),
+    ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, False),
+], ids=str)  # fmt: skip
 def test_activations_follow_the_settings_that_change_them(model, more):
     plain, changed = facts(), facts(model=model)
     base, other = (memory(policy("bf16"), run).activations for run in (plain, changed))

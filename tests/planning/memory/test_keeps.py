@@ -36,11 +36,9 @@ AWARE, BF16_GRADS, NORMS = (
 )
 LOW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
 PLAIN_FP8 = {
-    "fp8_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "first_last_layers_bf16": False,
+    "fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False, "first_last_layers_bf16": False,
     "fp4_param_gather": False,
-}
+}  # fmt: skip
 SMALL_SCALE = {"initial_loss_scale": 1024.0}
 
 Case = tuple[str, dict[str, Any], str, bool | None]

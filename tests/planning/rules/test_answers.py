@@ -81,16 +81,10 @@ def test_an_illegal_config_is_all_its_faults_and_no_traceback(ask):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "near"),
-    [
-        (["--target", "h10O"], "h100"),
-        (["--target", "b20"], "b200"),
-        (["--te", "2.l1"], "2.11"),
-        (["--te", "2.l8"], "2.18"),
-        (["--target", "h100", "--cuda", "twelve"], "12."),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "near"), [
+    (["--target", "h10O"], "h100"), (["--target", "b20"], "b200"), (["--te", "2.l1"], "2.11"), (["--te", "2.l8"], "2.18"),
+    (["--target", "h100", "--cuda", "twelve"], "12."),
+])  # fmt: skip
 def test_unknown_machines_and_versions_name_the_nearest(ask, arguments, near):
     code, _, text = ask("doctor", *arguments)
     assert code == 2

@@ -30,26 +30,16 @@ NOW = Versions(
     cublaslt="12.9.1",
 )
 _DENSE = {
-    "num_layers": 8,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "ffn_hidden_size": 512,
-    "max_sequence_length": 256,
-}
+    "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 512, "max_sequence_length": 256,
+}  # fmt: skip
 _EXPERTS = {
-    "num_moe_experts": 8,
-    "moe_ffn_hidden_size": 128,
-    "add_bias_linear": False,
-    "moe_token_dispatcher_type": "alltoall",
-}
+    "num_moe_experts": 8, "moe_ffn_hidden_size": 128, "add_bias_linear": False, "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
 _LATENT = {"multi_latent_attention": True, "q_lora_rank": 64, "kv_lora_rank": 64}
 MODELS = (
-    _DENSE,
-    _DENSE | {"gated_linear_unit": True, "activation_func": "silu"},
-    _DENSE | _EXPERTS,
-    _DENSE | _EXPERTS | _LATENT,
+    _DENSE, _DENSE | {"gated_linear_unit": True, "activation_func": "silu"}, _DENSE | _EXPERTS, _DENSE | _EXPERTS | _LATENT,
     _DENSE | _LATENT,
-)
+)  # fmt: skip
 SIZES = ({}, {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2},
          {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2},
          {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True})  # fmt: skip

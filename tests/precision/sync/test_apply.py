@@ -64,14 +64,10 @@ def test_an_object_that_carries_its_config_is_written_there_and_nothing_lands_on
     assert plan(BF16, model=outer).writes == ()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "distributed", "refusal"),
-    [
-        ("fp32_params_bf16_compute", False, "update 16-bit weights without main weights"),
-        ("full_bf16", True, "silently creates FP32 main weights"),
-        ("full_bf16", False, "call mpbridge.apply"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "distributed", "refusal"), [
+    ("fp32_params_bf16_compute", False, "update 16-bit weights without main weights"),
+    ("full_bf16", True, "silently creates FP32 main weights"), ("full_bf16", False, "call mpbridge.apply"),
+])  # fmt: skip
 def test_weights_that_megatron_core_would_keep_otherwise_are_refused(
     recipe: str, distributed: bool, refusal: str
 ) -> None:

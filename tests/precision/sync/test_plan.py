@@ -36,11 +36,8 @@ def test_inputs_that_name_no_field_are_nobodys_and_no_conflict() -> None:
 
 def test_inputs_that_agree_are_no_write_in_any_spelling() -> None:
     given = {
-        "bf16": True,
-        "params_dtype": "torch.bfloat16",
-        "pipeline_dtype": torch.bfloat16,
-        "autocast_dtype": DType.BF16,
-    }
+        "bf16": True, "params_dtype": "torch.bfloat16", "pipeline_dtype": torch.bfloat16, "autocast_dtype": DType.BF16,
+    }  # fmt: skip
     assert plan(BF16, model=given).writes == ()
 
 

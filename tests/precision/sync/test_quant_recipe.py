@@ -29,28 +29,15 @@ BASE = Quant(format="hybrid", scaling="tensorwise")
 SHAPES = {
     "fp8 around, one module in BF16": (Region(modules="mlp.linear_fc2"), Region(quant=BASE)),
     "edges before rules": (Region(first=1, last=2), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
-    "a rule for some layers": (
-        Region(modules="*.linear_fc1", first=3, quant=MXFP8),
-        Region(modules="mlp.*"),
-        Region(quant=BASE),
-    ),
+    "a rule for some layers": (Region(modules="*.linear_fc1", first=3, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
     "16 bits around, one module in FP8": (Region(modules="mlp.linear_fc1", quant=MXFP8), Region()),
     "a layer with a rule of its own": (Region(first=1, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
-    "some layers by number": (
-        Region(modules="mlp.*", layers=((2, 3), (-2, -1))),
-        Region(modules="*.linear_qkv", layers=((0, 0),), quant=MXFP8),
-        Region(quant=BASE),
-    ),
-    "whole paths": (
-        Region(modules="decoder.layers.[25].mlp.*", quant=MXFP8),
-        Region(modules="*.6.*.linear_qkv"),
-        Region(modules="decoder.*.linear_proj", layers=((1, 4),)),
-        Region(quant=BASE),
-    ),
+    "some layers by number": (Region(modules="mlp.*", layers=((2, 3), (-2, -1))), Region(modules="*.linear_qkv", layers=((0, 0),), quant=MXFP8), Region(quant=BASE)),
+    "whole paths": (Region(modules="decoder.layers.[25].mlp.*", quant=MXFP8), Region(modules="*.6.*.linear_qkv"), Region(modules="decoder.*.linear_proj", layers=((1, 4),)), Region(quant=BASE)),
     "edge layers, 16 bits around": (Region(first=1, last=1), Region(modules="mlp.*", quant=MXFP8), Region()),
     "a layer in 16 bits": (Region(layers=((3, 3),)), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
     "FP4 around": (Region(modules="self_attention.*", quant=BASE), Region(quant=Quant(format="e2m1", scaling="nvfp4"))),
-}
+}  # fmt: skip
 
 
 def seen(recipe: RecipeConfig, policy: PrecisionPolicy, path: str, layer: int, layers: int) -> tuple[Any, ...]:
@@ -97,13 +84,9 @@ def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(
 @pytest.mark.parametrize("base", [BASE, Quant(format="e2m1", scaling="nvfp4"), None], ids=["fp8", "fp4", "bf16"])
 def test_multi_token_prediction_is_matched_by_the_same_rules(base: Quant | None) -> None:
     regions = (
-        Region(first=1),
-        Region(modules="mtp.*.linear_fc2"),
-        Region(modules="mlp.*", quant=MXFP8),
-        Region(modules="self_attention.*", layers=((3, 3),), quant=MXFP8),
-        Region(modules="eh_proj"),
-        Region(quant=base),
-    )
+        Region(first=1), Region(modules="mtp.*.linear_fc2"), Region(modules="mlp.*", quant=MXFP8),
+        Region(modules="self_attention.*", layers=((3, 3),), quant=MXFP8), Region(modules="eh_proj"), Region(quant=base),
+    )  # fmt: skip
     policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=regions)
     recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4, ahead=2))
     for depth in range(2):
