@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def _compare(case: str) -> dict[str, Any]:
         engine = McoreEngine.build(run)
         size = parallel_state.get_data_parallel_world_size()
         applied = [
-            engine.train_step(_batches(), microbatches=2 // size).applied for _ in range(40 if "fp16" in case else 1)
+            engine.train_step(batches(), microbatches=2 // size).applied for _ in range(40 if "fp16" in case else 1)
         ]
         live = list(engine.tensors())
         want = roles(run.policy, run.facts, rank=rank)
@@ -127,17 +128,14 @@ def _compare(case: str) -> dict[str, Any]:
     return report
 
 
-def _batches() -> Any:
+def batches(length: int = SEQ) -> Iterator[dict[str, Any]]:
+    """Two samples that count."""
     import torch
 
-    text = torch.arange(SEQ + 1).expand(2, SEQ + 1) % VOCAB
+    text, positions = torch.arange(length + 1).expand(2, length + 1) % VOCAB, torch.arange(length).expand(2, length)
     while True:
-        yield {
-            "tokens": text[:, :-1].contiguous(),
-            "labels": text[:, 1:].contiguous(),
-            "position_ids": torch.arange(SEQ).expand(2, SEQ),
-            "loss_mask": torch.ones(2, SEQ),
-        }
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        yield {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": torch.ones(2, length)}
 
 
 def _counted(live: list[Any]) -> Counter[Any]:

@@ -21,6 +21,7 @@ from mpbridge.planning.rules.table import broken
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer, Run
+from tests.planning.memory.live_roles import batches
 
 SEQ, VOCAB = 16, 128
 MODEL = {
@@ -29,11 +30,8 @@ MODEL = {
     "share_embeddings_and_output_weights": False,
 }  # fmt: skip
 KEPT = ("params", "grads", "main_params", "main_grads", "exp_avg", "exp_avg_sq")
-AWARE, BF16_GRADS, NORMS = (
-    {"use_precision_aware_optimizer": True},
-    {"grad_reduce_in_fp32": False},
-    {"keep_fp32": ["*norm*"]},
-)
+AWARE, BF16_GRADS = {"use_precision_aware_optimizer": True}, {"grad_reduce_in_fp32": False}
+NORMS = {"keep_fp32": ["*norm*"]}
 LOW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
 PLAIN_FP8 = {
     "fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False, "first_last_layers_bf16": False,
@@ -86,17 +84,6 @@ def accepted(case: Case) -> Run | None:
     return None if any(v.severity == "error" for v in broken(run.policy, run.facts)) else run
 
 
-def batches() -> Iterator[dict[str, torch.Tensor]]:
-    text = torch.arange(SEQ + 1).expand(2, SEQ + 1)
-    while True:
-        yield {
-            "tokens": text[:, :-1].contiguous(),
-            "labels": text[:, 1:].contiguous(),
-            "position_ids": torch.arange(SEQ).expand(2, SEQ),
-            "loss_mask": torch.ones(2, SEQ),
-        }
-
-
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
     from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
@@ -117,7 +104,7 @@ def disagreements(run: Run) -> list[str]:
         engine = build_engine(run)
         try:
             reports = [audit(run.policy, engine, stage="static")]
-            applied = any(engine.train_step(batches(), microbatches=1).applied for _ in range(2))
+            applied = any(engine.train_step(batches(SEQ), microbatches=1).applied for _ in range(2))
             reports.append(audit(run.policy, engine, stage="live"))
             live = {
                 (one.role, one.parameter): one.tensor
