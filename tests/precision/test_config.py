@@ -94,10 +94,8 @@ def test_comparing_printing_and_dumping_load_no_torch() -> None:
 
 
 def test_repr_shows_what_differs_from_the_defaults() -> None:
-    assert (
-        repr(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16))
-        == "MixedPrecisionConfig(bf16=True, params_dtype=bf16)"
-    )
+    shown = repr(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16))
+    assert shown == "MixedPrecisionConfig(bf16=True, params_dtype=bf16)"
 
 
 def test_first_last_layers_alone_means_one_layer_at_each_end() -> None:

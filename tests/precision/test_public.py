@@ -30,9 +30,8 @@ def test_the_public_names_are_those_promised() -> None:
 
 def test_what_the_pages_import_is_public() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
-    imported = {
-        name.strip() for line in re.findall(r"^from mpbridge import (.+)$", text, re.M) for name in line.split(",")
-    }
+    lines = re.findall(r"^from mpbridge import (.+)$", text, re.M)
+    imported = {name.strip() for line in lines for name in line.split(",")}
     assert {"ConfigContainer", "pretrain", "apply"} <= imported <= NAMES
 
 

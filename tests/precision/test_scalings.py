@@ -52,12 +52,9 @@ def names_in(node: ast.AST) -> list[str]:
 @functools.cache
 def sources() -> list[tuple[str, ast.AST]]:
     """The modules whose text has the name of a scaling."""
-    found = [(path.relative_to(PACKAGE).as_posix(), path.read_text()) for path in PACKAGE.rglob("*.py")]
-    return [
-        (name, ast.parse(text))
-        for name, text in sorted(found)
-        if not name.startswith("precision/scalings/") and any(word in text for word in SCALINGS)
-    ]
+    every = sorted((path.relative_to(PACKAGE).as_posix(), path.read_text()) for path in PACKAGE.rglob("*.py"))
+    found = [(name, text) for name, text in every if any(word in text for word in SCALINGS)]
+    return [(name, ast.parse(text)) for name, text in found if not name.startswith("precision/scalings/")]
 
 
 def test_no_other_module_has_a_table_of_scalings() -> None:
@@ -93,9 +90,8 @@ def test_every_row_is_complete(row) -> None:
 
 
 def test_blocks_are_those_of_transformer_engine() -> None:
-    extents = {
-        name: [(block.across, block.along) for block in row.blocks] for name, row in SCALINGS.items() if row.blocks
-    }
+    blocks = {name: row.blocks for name, row in SCALINGS.items() if row.blocks}
+    extents = {name: [(block.across, block.along) for block in both] for name, both in blocks.items()}
     assert extents["mxfp8"] == [(1, 32), (1, 32)]
     assert extents["blockwise"] == [(1, 128), (128, 128)]
     assert extents["nvfp4"] == [(1, 16), (16, 16)]

@@ -84,9 +84,8 @@ def test_sizes_are_those_of_a_tensor_parallel_rank():
 )  # fmt: skip
 def test_a_cure_speaks_of_ranks_where_they_split_the_size(change, module, side, parallel, cure):
     run = facts(dataclasses.replace(GPT, **change), parallel=Parallel(world_size=8, **parallel))
-    found = next(
-        f for f in lint(policy("mxfp8"), run) if (f.module, f.dimension, f.level) == (module, side, "required")
-    )
+    required = {(f.module, f.dimension): f for f in lint(policy("mxfp8"), run) if f.level == "required"}
+    found = required[module, side]
     assert found.cure.split(": ", 1)[1].startswith(cure)
     assert ("ranks" in found.cure) == ("ranks" in cure)
 
@@ -117,17 +116,10 @@ def test_userbuffers_take_mxfp8_shards_in_whole_tiles():
 
 
 def test_blockwise_shards_want_whole_blocks_of_both_sides():
-    run = facts(
-        dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9),
-        H100,
-        parallel=Parallel(world_size=3, tensor=3, sequence=True),
-        micro_batch_size=3,
-    )
-    wrong = findings("fp8_sc", run)
-    assert ("mlp.linear_fc1", "in", 576, 128) in wrong
-    assert not findings(
-        "fp8_sc", facts(dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9), H100)
-    )
+    odd = dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9)
+    run = facts(odd, H100, parallel=Parallel(world_size=3, tensor=3, sequence=True), micro_batch_size=3)
+    assert ("mlp.linear_fc1", "in", 576, 128) in findings("fp8_sc", run)
+    assert not findings("fp8_sc", facts(odd, H100))
 
 
 def test_context_parallelism_divides_the_tokens():
@@ -158,11 +150,8 @@ def test_experts_tokens_are_a_kind_of_their_own():
 
 def test_latent_attention_names_its_ranks():
     latent = {"q_lora_rank": 200, "kv_lora_rank": 512, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64}
-    found = [
-        f
-        for f in lint(policy("mxfp8"), facts(dataclasses.replace(GPT, latent_attention=latent)))
-        if f.level == "required"
-    ]
+    run = facts(dataclasses.replace(GPT, latent_attention=latent))
+    found = [f for f in lint(policy("mxfp8"), run) if f.level == "required"]
     assert {(f.module, f.dimension, f.pad) for f in found} == {
         ("self_attention.linear_q_down_proj", "out", 24),
         ("self_attention.linear_q_up_proj", "in", 24),

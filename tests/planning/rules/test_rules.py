@@ -307,9 +307,8 @@ def test_processes_of_a_played_gpu_talk_by_gloo(played):
 
 def test_globs_that_freeze_adapters_alone_freeze_nothing():
     found = broken(*case(config={"frozen": ["*", "*.adapter.*"]}, shape=LORA))
-    assert [one.found for one in found if one.rule == "keep-fp32-matches-nothing"] == [
-        "frozen '*.adapter.*' match no parameter (adapters always train)"
-    ]
+    said = [one.found for one in found if one.rule == "keep-fp32-matches-nothing"]
+    assert said == ["frozen '*.adapter.*' match no parameter (adapters always train)"]
 
 
 def test_targets_that_match_no_linear_are_one_fault():
@@ -349,12 +348,9 @@ def test_an_optimizer_beside_adam_with_the_distributed_one_has_one_error(name):
 def test_muons_default_is_that_of_the_core_that_is_asked_about():
     own = records("optimizer")["muon_tp_mode"]["default"]  # which a run that says nothing has
     for core, fires in (("0.16.1", True), ("0.20.0", False)):
-        versions = dataclasses.replace(NOW, megatron_core=core)
-        run = case(
-            optimizer=OptimizerFacts(name="muon", settings={"muon_tp_mode": own}),
-            parallel=Parallel(world_size=2, tensor=2),
-            versions=versions,
-        )
+        versions, muon = dataclasses.replace(NOW, megatron_core=core), {"muon_tp_mode": own}
+        sizes, optimizer = Parallel(world_size=2, tensor=2), OptimizerFacts(name="muon", settings=muon)
+        run = case(optimizer=optimizer, parallel=sizes, versions=versions)
         assert ("muon-by-tensor-parallel-blocks" in ids(broken(*run))) is fires
 
 
@@ -365,13 +361,9 @@ RETIRING = [rule for rule in rules() if rule.holds]
 def test_a_rule_with_an_end_is_silent_on_a_version_outside(rule):
     policy, run = case(**TABLE[rule.id][0])
     window = rule.holds[0]
-    outside = window.until or "0.1"
+    versions = dataclasses.replace(run.versions, **{window.package: window.until or "0.1"})
     assert rule.id in ids(broken(policy, run))
-    assert rule.id not in ids(
-        broken(
-            policy, dataclasses.replace(run, versions=dataclasses.replace(run.versions, **{window.package: outside}))
-        )
-    )
+    assert rule.id not in ids(broken(policy, dataclasses.replace(run, versions=versions)))
 
 
 def test_an_unknown_version_keeps_the_row():
@@ -459,9 +451,8 @@ def test_every_recipe_on_its_engine_breaks_only_what_the_machine_forbids(name):
 
 def test_custom_regions_of_one_policy_are_all_asked():
     policy, run = case("fp8_cs", {"fp8_param_gather": False})
-    mixed = dataclasses.replace(
-        policy, regions=(Region(modules="mlp.*", quant=resolve(recipes["mxfp8"].make()).quant), *policy.regions)
-    )
+    blocks = Region(modules="mlp.*", quant=resolve(recipes["mxfp8"].make()).quant)
+    mixed = dataclasses.replace(policy, regions=(blocks, *policy.regions))
     assert "machine-cannot-run-it" in ids(broken(mixed, run))
 
 

@@ -79,12 +79,9 @@ def authored(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
         if value is not None:
             inputs[target][field] = value
     if draw(st.booleans()):
-        inputs["model"] |= {
-            "fp8": "hybrid",
-            "fp8_recipe": "tensorwise",
-            "moe_router_padding_for_quantization": bool(inputs["model"].get("num_moe_experts")),
-        }
-        inputs["model"] |= {"moe_token_dispatcher_type": "alltoall"} if inputs["model"].get("num_moe_experts") else {}
+        experts = bool(inputs["model"].get("num_moe_experts"))
+        inputs["model"] |= {"fp8": "hybrid", "fp8_recipe": "tensorwise", "moe_router_padding_for_quantization": experts}
+        inputs["model"] |= {"moe_token_dispatcher_type": "alltoall"} if experts else {}
     if inputs["optimizer"].get("use_precision_aware_optimizer"):
         inputs["optimizer"] |= {"exp_avg_dtype": draw(st.sampled_from((torch.float32, torch.bfloat16)))}
     return inputs
