@@ -12,8 +12,7 @@ MpbridgeError                     exit_code 2: the call was wrong
 `- Refused                        exit_code 1: the call was valid and the answer is no
    |- Conflict                    the recipe overrides an author's value and on_conflict is "error"
    |- UpstreamRefused             megatron-core's own validation rejects the values
-   `- AuditFailed                 live tensors are not what the policy promised
-"""
+   `- AuditFailed                 live tensors are not what the policy promised"""
 
 from __future__ import annotations
 

@@ -89,8 +89,7 @@ def write(file: Path, content: str | bytes, *, append: bool = False) -> None:
     """Writes a whole output file, or adds to its end; text as UTF-8.
 
     Raises as `opened_to_write` does, and OSError with the file's name if there is no room: a new file is removed then, and the room is reserved before
-    an old one is changed.
-    """
+    an old one is changed."""
     data, new = content.encode() if isinstance(content, str) else content, not os.path.lexists(file)
     handle = _descriptor(file, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
     before = os.fstat(handle)
@@ -188,8 +187,7 @@ def text_of(file: Path | str, *, errors: str = "strict", kind: str = "text") -> 
     """The whole text of such a file, as UTF-8. kind: of LIMITS.
 
     Raises as `regular` does, OSError for a file above the limit (a sparse one of terabytes costs nothing to make), and UnicodeDecodeError unless `errors` is
-    'replace'.
-    """
+    'replace'."""
     return bytes_of(file, kind=kind).decode("utf-8", errors)
 
 
@@ -206,8 +204,7 @@ def bytes_of(file: Path | str, *, kind: str) -> bytes:
 def lines_of(file: Path | str) -> Iterator[str]:
     """The lines of a file with a record a line, with their ends, one at a time; bytes that are not UTF-8 are replaced.
 
-    Raises as `regular` does, and OSError for a longer line than LIMITS has (a sparse file is one) or a larger file.
-    """
+    Raises as `regular` does, and OSError for a longer line than LIMITS has (a sparse file is one) or a larger file."""
     limit, at = LIMITS["json lines"], 0
     with regular(file) as stream:
         while line := stream.readline(limit.steps + 1):
@@ -263,8 +260,7 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
 
     The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks, and on an operating
     system without POSIX's, nothing is locked.
-    Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file.
-    """
+    Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = opened_to_write(path, append=True)
     try:

@@ -115,8 +115,7 @@ class NumberFormat:
 
     exponent, mantissa: bits of each field; bias: subtracted from the stored exponent; largest: largest finite value;
     smallest: smallest positive value (subnormal, if the format has subnormals); signed: has a sign bit.
-    Sources: E4M3 and E5M2: arXiv 2209.05433 (E4M3 here is the "fn" variant: no infinities); E2M1 and E8M0: OCP Microscaling Formats v1.0.
-    """
+    Sources: E4M3 and E5M2: arXiv 2209.05433 (E4M3 here is the "fn" variant: no infinities); E2M1 and E8M0: OCP Microscaling Formats v1.0."""
 
     name: str
     exponent: int

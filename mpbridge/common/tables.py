@@ -72,8 +72,7 @@ class Column:
     """A column.
 
     number: aligned at the right. whole: never wrapped, since it is copied or searched. unit: 'bytes' and 'percent' (of a share) format its numbers.
-    help, layer: on a page, its tooltip, and whether a click on a cell shows only that layer.
-    """
+    help, layer: on a page, its tooltip, and whether a click on a cell shows only that layer."""
 
     name: str
     number: bool = True

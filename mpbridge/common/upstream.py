@@ -1,8 +1,7 @@
 """Other packages as they are found: a Transformer Engine without its CUDA parts, megatron-core's warnings about itself, attributes replaced and restored.
 
 Without its CUDA parts Transformer Engine looks uninstalled to code that checks for one: the extra te-cpu installs the pure-Python wheel `transformer-engine`, whose import fails with a RuntimeError because of the missing libraries;
-megatron-core expects an ImportError. The guard is installed by `import mpbridge` and does nothing until transformer_engine is imported.
-"""
+megatron-core expects an ImportError. The guard is installed by `import mpbridge` and does nothing until transformer_engine is imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Versions of packages: those installed, their comparison, and the window of versions in which a statement holds.
 
-`importlib.metadata`, whose import and search take longer than most verbs, is asked where folders do not say it.
-"""
+`importlib.metadata`, whose import and search take longer than most verbs, is asked where folders do not say it."""
 
 from __future__ import annotations
 

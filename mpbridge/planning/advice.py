@@ -157,8 +157,7 @@ def peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
     machine = run.machine
     if machine is None or not machine.gpu:
         return None
-    low = "fp4" if policy.fp4 else "fp8" if policy.fp8 else policy.compute.short
-    mine, base = machine.flops(low), machine.flops("bf16") or machine.flops("fp16")
+    mine, base = machine.flops(policy.narrowest), machine.flops("bf16") or machine.flops("fp16")
     return mine / base if mine and base else None
 
 

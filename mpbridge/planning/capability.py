@@ -61,8 +61,7 @@ def can_run(
 ) -> Capability:
     """Whether `machine` with `versions` runs `policy`.
 
-    quantized_by: "emulation" means mpbridge's own rounding, for which any machine that runs the 16-bit part is sufficient.
-    """
+    quantized_by: "emulation" means mpbridge's own rounding, for which any machine that runs the 16-bit part is sufficient."""
     base = _base_fault(policy, machine)
     if base:
         return Capability(how="no", reason=base, nearest=_nearest(policy, machine, versions))

@@ -180,8 +180,7 @@ class Outlook:
     def layouts(self, most: int, *, stated: bool = False) -> list[Outlook]:
         """This run in up to `most` other layouts that gain something: the fastest and, if none of them fits, the nearest that does.
 
-        stated: the author set whether the optimizer is distributed. Empty if the memory is unknown, or a rule forbids every layout.
-        """
+        stated: the author set whether the optimizer is distributed. Empty if the memory is unknown, or a rule forbids every layout."""
         if not self.answer or not self.capability.native:
             return []
         below = self.must_be_below if self.ok and self.answer == "fits" else None

@@ -58,8 +58,7 @@ class MixedPrecisionConfig:
     """The 31 fields of Megatron Bridge, followed by mpbridge's own. None means "derive it".
 
     The meaning (`precision.resolve.resolve`) depends only on the values, so a copy, a pickle or a dump means the same.
-    dtypes are accepted in any spelling and read back as torch dtypes. An unknown attribute raises with the nearest name.
-    """
+    dtypes are accepted in any spelling and read back as torch dtypes. An unknown attribute raises with the nearest name."""
 
     fp32: bool = False
     fp16: bool = False
@@ -133,8 +132,7 @@ class MixedPrecisionConfig:
 
     A rule is "bf16" (high precision), a scaling ("mxfp8"), or a mapping: fields of a quantization ({fp8: hybrid, fp8_recipe: tensorwise}), or one rule
     a GEMM ({fprop: nvfp4, dgrad: mxfp8, wgrad: bf16}); both may be combined with `layers` ("2-29", "first 2", [0, -1]); {layers: last 2, precision: bf16} means
-    high precision. The first rule that matches a linear decides; first_last_layers_bf16 precedes all of them.
-    """
+    high precision. The first rule that matches a linear decides; first_last_layers_bf16 precedes all of them."""
     moe_router_dtype: str | None = option(None, fact="router", shown="router")
     """"fp32" or "fp64"."""
     logit_dtype: DTypeField = DTypeField(fact="logits", shown="logits")

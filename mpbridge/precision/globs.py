@@ -35,8 +35,7 @@ def is_adapter(path: str) -> bool:
 @functools.lru_cache(maxsize=16384)  # asked again for each recipe and layout
 def place(path: str) -> tuple[str, int | None] | None:
     """(path below the layer, 0-based layer) of a global module or parameter name; the layer is None in multi-token prediction, whose layers the
-    model does not number; None outside the layers.
-    """
+    model does not number; None outside the layers."""
     ahead = _MTP_PATH.search(path)
     if ahead is not None:
         return ahead.group(2), None

@@ -43,8 +43,7 @@ class LossScale:
     def skips(self, to: float | None = None) -> int:
         """Number of overflowing, skipped steps until the initial scale has dropped to `to` (None: the minimum); 0 for a static scale.
 
-        The first `hysteresis - 1` overflows leave the scale unchanged, each further one halves it (megatron-core's DynamicGradScaler).
-        """
+        The first `hysteresis - 1` overflows leave the scale unchanged, each further one halves it (megatron-core's DynamicGradScaler)."""
         end = max(self.minimum, to or self.minimum)
         if not self.dynamic or end >= self.initial:
             return 0
@@ -118,6 +117,11 @@ class PrecisionPolicy:
         """`quant` when its elements have four bits."""
         return self.quant if self.quant is not None and self.quant.bits == 4 else None
 
+    @property
+    def narrowest(self) -> str:
+        """Format of the linears' operands, as `Machine.flops` names it."""
+        return self.compute.short if self.quant is None else f"fp{self.quant.bits}"
+
     @functools.cached_property
     def quants(self) -> tuple[Quant, ...]:
         """Every distinct rule of any region, in order."""
@@ -161,8 +165,7 @@ class PrecisionPolicy:
     def gemms_at(self, module: str, layer: int | None, layers: int, path: str = "") -> Gemms:
         """The rules of the three GEMMs of `module` ('self_attention.linear_qkv') in 0-based `layer` of `layers`.
 
-        layer: None in multi-token prediction. path: the module's full path; None: that of the decoder's layer.
-        """
+        layer: None in multi-token prediction. path: the module's full path; None: that of the decoder's layer."""
         path = path or ("" if layer is None else f"{DECODER.format(layer)}{module}")
         last = len(self.regions) - 1
         for index, region in enumerate(self.regions):

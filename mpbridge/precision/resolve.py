@@ -23,8 +23,7 @@ def resolve(
 
     optimizer: the optimizer's section or config object; optimizer facts that the config leaves open are then read from it.
     layers: depth of the model; more BF16 edge layers than that is a fault.
-    Raises Contradiction naming every fault, BadValue for anything that is not a config.
-    """
+    Raises Contradiction naming every fault, BadValue for anything that is not a config."""
     if not isinstance(config, MixedPrecisionConfig):
         raise BadValue(
             f"resolve() got a {type(config).__name__}, expected a MixedPrecisionConfig: get_mixed_precision_config(name) makes one"

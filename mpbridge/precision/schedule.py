@@ -52,9 +52,6 @@ class Mark:
             return -int(-self.amount // tokens_per_step)
         return int(self.amount)
 
-    def __str__(self) -> str:
-        return f"{self.amount:g}" + ("%" if self.unit == "percent" else f" {self.unit}")
-
 
 class HasEnd(Protocol):
     """A stage, as config.stages has them."""

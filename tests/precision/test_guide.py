@@ -1,8 +1,7 @@
 """What users of Megatron Bridge have in their scripts runs here with the import path changed, and means what its guide says.
 
 The calls follow the examples of its mixed-precision guide (Custom Mixed Precision Configuration, FP8 Recipe Examples, Custom FP8 Configuration,
-Registering Custom Mixed Precision Recipes, Configuration Synchronization); read 2026-08.
-"""
+Registering Custom Mixed Precision Recipes, Configuration Synchronization); read 2026-08."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ WIDTH = 150
 class _Steady(io.TextIOBase):
     """Standard output whose reader may have gone: a write error is reported once on stderr, and the caller continues.
 
-    While a bar is shown, rich passes what is printed on sys.stdout to this console: written there again, it would come back without end.
-    """
+    While a bar is shown, rich passes what is printed on sys.stdout to this console: written there again, it would come back without end."""
 
     def __init__(self) -> None:
         self.gone = False

@@ -1,7 +1,6 @@
 """What a run's folder tells, read without any framework: the audits in precision.json, the curves in metrics.jsonl (even if the file is damaged).
 
-Drawn in a terminal, or as pictures through matplotlib, if that is installed; bars of time and memory too.
-"""
+Drawn in a terminal, or as pictures through matplotlib, if that is installed; bars of time and memory too."""
 
 from __future__ import annotations
 

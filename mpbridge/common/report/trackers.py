@@ -1,7 +1,6 @@
 """Trackers that receive a run's numbers in addition to metrics.jsonl: TensorBoard, Weights & Biases, MLflow, with one interface.
 
-Trackers are optional: one that is not installed, fails or cannot be reached is reported once on stderr, and the run continues without it.
-"""
+Trackers are optional: one that is not installed, fails or cannot be reached is reported once on stderr, and the run continues without it."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Bounds:
         return list(found.values()), copies
 
     def once(self, run: RunFacts, parts: Parts) -> float:
-        """Seconds of what happens once per step on a stage."""
+        """Seconds of what happens once per step on a stage; under full sharding weights are gathered for each micro-batch."""
         key = (*_groups(run), run.micro_batch_size if "params" in run.traits.shards else 0, parts)
         if key not in self._steps:
             fixed = least_standing(self.policy, run, self._stage(run, parts)[0])
@@ -248,16 +248,8 @@ class FamilyBounds:
     def _step(self, run: RunFacts, times: list[float], share: float) -> float:
         slowest, virtual = max(times), (run.parallel.virtual_pipeline or 1) if run.parallel.pipeline > 1 else 1
         waits = sum(time * stage.many for time, stage in zip(times, self.stages, strict=True)) - slowest
-        # under full sharding weights are gathered for each micro-batch
-        once = self._once(run) if "params" in run.traits.shards else self._always
+        once = max(self._bounds.once(run, stage.parts) for stage in self.stages)
         return (share * (batches(run) * slowest + waits / virtual) + once) * (1 - ROUNDING)
-
-    def _once(self, run: RunFacts) -> float:
-        return max(self._bounds.once(run, stage.parts) for stage in self.stages)
-
-    @functools.cached_property
-    def _always(self) -> float:
-        return self._once(self._run)
 
     def _wires(self, run: RunFacts, stage: _Stage) -> float:
         """Seconds per micro-batch of what a stage sends to its neighbours and gets from them."""

@@ -1,8 +1,7 @@
 """Builds the list of operations of one rank of a run: `work`. Its communication in one step: kind, group, dtype, bytes and count, as megatron-core 0.16 issues it.
 
 Tensor parallelism: tensor_parallel/layers.py (sequence parallelism gathers a column-parallel linear's input again in backward), cross_entropy.py (three
-reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once per step). Pipeline: pipeline_parallel/schedules.py.
-"""
+reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once per step). Pipeline: pipeline_parallel/schedules.py."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ def families(
 ) -> Iterator[tuple[RunFacts, ...]]:
     """Layouts of that world size whose sizes divide and whose states may fit; those of one family differ only in micro-batch size and recomputation.
 
-    stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not.
-    """
+    stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not."""
     for group in groups(run, machine, stated=stated):
         for outline in group:
             if family := members(policy, run, machine, outline):

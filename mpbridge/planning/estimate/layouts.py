@@ -77,8 +77,7 @@ def search(
 
     Candidates are taken from the shortest step that they may have (`Bounds`): few are priced, and of these few are held against bytes and rules.
     stated: the author set whether the optimizer is distributed, so it is not changed. below: only steps of fewer seconds.
-    refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested.
-    """
+    refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested."""
     if most < 1:
         raise BadValue(f"{most} layouts: expected at least 1")
     tally = Counter[str]() if refused is None else refused

@@ -1,7 +1,6 @@
 """Memory traffic per micro-batch, in bytes: norms and residuals, activation functions, routing, casts, weights, the loss.
 
-Counted per token and layer, with every operand read once and written once by each kernel of the forward and backward passes.
-"""
+Counted per token and layer, with every operand read once and written once by each kernel of the forward and backward passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`estimate`: the time of a step with its error band, the resulting rates in tokens and FLOPs, and where the time goes.
 
-Seconds per step come from ideal times and constants: stages, pipeline, and what waits for what. `timing` reads what a run of mpbridge measured.
-"""
+Seconds per step come from ideal times and constants: stages, pipeline, and what waits for what. `timing` reads what a run of mpbridge measured."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def ideal(
 ) -> Ideal:
     """Every stage's operations at ideal speed. Raises BadValue for sizes that do not divide or formats without a rate.
 
-    known: the result of `standing_work` for a run with the same sizes.
-    """
+    known: the result of `standing_work` for a run with the same sizes."""
     parallel = run.parallel
     every = parallel.world_size // parallel.pipeline
     kind = {stage: first for first, same in distinct_stages(policy, run).items() for stage in same}
@@ -176,7 +174,7 @@ def estimate(
         parts=grouped(parts),
         tokens_per_second=tokens,
         flops_per_second=tokens * model_flops_per_token(run.shape, run.model),
-        peak=_peak(policy, where),
+        peak=where.flops(policy.narrowest) or where.flops("bf16") or 0.0,
         world=run.parallel.world_size,
         left_out=left_out_of_time(run),
     )
@@ -200,11 +198,6 @@ def grouped(parts: Mapping[str, float]) -> dict[str, float]:
             label = f"GEMMs {product.removeprefix('gemm_')}" + (" (experts)" if name != product else "")
         found[label] += value
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _peak(policy: PrecisionPolicy, machine: Machine) -> float:
-    low = "fp4" if policy.fp4 else "fp8" if policy.fp8 else policy.compute.short
-    return machine.flops(low) or machine.flops("bf16") or 0.0
 
 
 def unusual(run: RunFacts) -> str:

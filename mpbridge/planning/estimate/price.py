@@ -1,8 +1,7 @@
 """The operations of one training step on one rank, as megatron-core issues them: matrix products, attention, memory traffic, collectives; and their
 ideal seconds, by the constant that each is multiplied by.
 
-Sizes are per rank. `simulate --step` records the real megatron-core's products and collectives and compares them with this list.
-"""
+Sizes are per rank. `simulate --step` records the real megatron-core's products and collectives and compares them with this list."""
 
 from __future__ import annotations
 

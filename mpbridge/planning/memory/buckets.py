@@ -1,8 +1,7 @@
 """megatron-core's parameter-and-gradient buffers: layout, padding, and which shard a rank owns.
 
 Source: 0.16.1, distributed/distributed_data_parallel.py and param_and_grad_buffer.py: parameters are placed in reverse order; under the distributed optimizer each
-starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(group, 128), so that it divides into equal shards.
-"""
+starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(group, 128), so that it divides into equal shards."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class Buffer:
 def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, stage: int, index: int) -> list[Buffer]:
     """The buffers of one model chunk.
 
-    chunk: (parameter, stored dtype, gradient dtype) in model order. stage, index: of the pipeline stage and the chunk, which determine the bucketing.
-    """
+    chunk: (parameter, stored dtype, gradient dtype) in model order. stage, index: of the pipeline stage and the chunk, which determine the bucketing."""
     groups: dict[tuple[bool, DType, DType], list[Parameter]] = {}
     for parameter, dtype, grads in chunk:
         apart = parameter.weight.expert and run.parallel.expert > 1

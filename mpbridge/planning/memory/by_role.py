@@ -1,6 +1,5 @@
 """Bytes on a GPU, by role: exact where megatron-core's layout is followed, marked as an estimate elsewhere. Also finds changes that would make a run fit, and why
-it needs more or less than with bf16_mixed.
-"""
+it needs more or less than with bf16_mixed."""
 
 from __future__ import annotations
 
@@ -191,8 +190,7 @@ def with_states(
 ) -> Memory:
     """The memory of the rank that holds those states. held: from a run with the same sizes, regardless of micro-batch size and recomputation.
 
-    known: for `activations`. every: without it overheads that depend on single parameters are left out.
-    """
+    known: for `activations`. every: without it overheads that depend on single parameters are left out."""
     at = Coordinates.of(held.rank, run.parallel)
     return Memory(
         rank=held.rank,
@@ -222,22 +220,18 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> Iterator[tuple[str,
         settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         words = " ".join(f"model.{name}={value}" for name, value in settings.items())
         yield words, policy, replace(run, model={**run.model, **settings})
-    if _unfused(run):
-        fused = {"bias_activation_fusion": True}
-        yield "model.bias_activation_fusion=true", policy, replace(run, model={**run.model, **fused})
+    # SwiGLU as several kernels, each of which keeps its inputs, could be one
+    kind = getattr(run.model.get("activation_func"), "__name__", run.model.get("activation_func"))
+    fused = run.model.get("bias_activation_fusion") or run.model.get("use_te_activation_func")
+    if run.shape.gated and kind == "silu" and not fused:
+        model = {**run.model, "bias_activation_fusion": True}
+        yield "model.bias_activation_fusion=true", policy, replace(run, model=model)
     if run.micro_batch_size > 1:
         yield "train.micro_batch_size=1", policy, replace(run, micro_batch_size=1)
     for words, sizes in _layouts(run):
         # a placement of layers on stages is valid only for that number of stages
         kept = sizes.pipeline == parallel.pipeline
         yield words, policy, replace(run, parallel=sizes) if kept else unsplit(run, sizes)
-
-
-def _unfused(run: RunFacts) -> bool:
-    """Whether SwiGLU is several kernels, each of which keeps its inputs, and could be one."""
-    kind = getattr(run.model.get("activation_func"), "__name__", run.model.get("activation_func"))
-    held = ("bias_activation_fusion", "use_te_activation_func")
-    return run.shape.gated and kind == "silu" and not any(run.model.get(name) for name in held)
 
 
 def _layouts(run: RunFacts) -> Iterator[tuple[str, Parallel]]:
@@ -282,8 +276,7 @@ def against_bf16(
 ) -> Comparison:
     """`policy` against bf16_mixed on the rank that holds most under `policy`.
 
-    reference: bf16_mixed's own policy and run, if known; otherwise its policy on this run, without the optimizer settings that the recipe wrote.
-    """
+    reference: bf16_mixed's own policy and run, if known; otherwise its policy on this run, without the optimizer settings that the recipe wrote."""
     own = mine or memory(policy, run)
     bare = replace(run, optimizer=replace(run.optimizer, settings={}))
     base, base_run = reference or (resolve(recipe(REFERENCE).make()), bare)

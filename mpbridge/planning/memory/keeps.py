@@ -81,8 +81,7 @@ def trained_by(
 
     core: megatron-core's version.
 
-    Source: megatron-core 0.16.1 optimizer/muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim.Muon takes matrices only.
-    """
+    Source: megatron-core 0.16.1 optimizer/muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim.Muon takes matrices only."""
     if policy is not None and is_frozen(policy, parameter):
         return FROZEN
     # megatron-core marks these two alone, so learned positions are a hidden matrix to it

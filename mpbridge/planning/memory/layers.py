@@ -189,8 +189,7 @@ def layer_weights(
     """A rank's share of the parameters of one layer.
 
     parts: what it consists of (`ModelShape.parts`). local_experts: None: all. whole_down: latent attention's down projections are replicated on every rank
-    (Transformer Engine's modules), not split. grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear).
-    """
+    (Transformer Engine's modules), not split. grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear)."""
     here, found = (shape.experts or 0) if local_experts is None else local_experts, list[Weight]()
     for part in parts:
         if part in OWN:

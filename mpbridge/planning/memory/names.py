@@ -129,8 +129,7 @@ def listed(*shapes: ModelShape) -> str:
 def any_gpt(layers: int | None = None) -> tuple[ModelShape, ...]:
     """Shapes that together have every linear of any GPT: dense and with experts, plain and latent attention, multi-token prediction, and of hybrids.
 
-    layers: the depth, if known; None: deeper than any model, so that no layer number is out of range.
-    """
+    layers: the depth, if known; None: deeper than any model, so that no layer number is out of range."""
     common: dict[str, Any] = {
         "num_layers": layers or 1000, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64, "num_query_groups": 4, "kv_channels": 16,
         "vocab_size": 64, "seq_length": 64, "mtp_layers": 8,
@@ -152,8 +151,7 @@ def refuse_idle_rules(policy: PrecisionPolicy, *shapes: ModelShape, depth: int |
     """Raises Refused for rules under `modules` that have no effect in any of the shapes: they match no linear, name layers that do not exist, or are always
     preceded by another rule.
 
-    depth: the model's number of layers; None: unknown, so that no layer number is out of range.
-    """
+    depth: the model's number of layers; None: unknown, so that no layer number is out of range."""
     far = () if depth is None else beyond_the_model(policy, depth)
     dead, shadowed = idle(policy, *shapes)
     lines = [f"layers that the model does not have: {'; '.join(far)}"] if far else []
@@ -171,8 +169,7 @@ SHADOWED_CURE = "The first rule that matches a linear decides: move the narrower
 
 def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The rules under `modules`, as text, that match no linear of any model (those of a hybrid: `foreign`), and those that never decide
-    because earlier ones do.
-    """
+    because earlier ones do."""
     regions = policy.regions
     own = _own(policy)
     if not own:
@@ -186,8 +183,7 @@ def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...],
 
 def foreign(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[str, ...]:
     """The rules under `modules`, as text, that match no linear of any shape, but linears of a hybrid (Mamba's, latent experts', multi-token prediction's): a recipe for
-    hybrids is no mistake on another model.
-    """
+    hybrids is no mistake on another model."""
     dead = unnamed(policy, *shapes)
     if not dead:
         return ()
@@ -239,8 +235,7 @@ def stacks(shape: ModelShape) -> Iterator[Stack]:
 
 def linear_rules(policy: PrecisionPolicy, *shapes: ModelShape) -> list[tuple[str, str]]:
     """(linears, rule): the rule that applies to each linear, decided by the first match. Linears with the same result share a row; those that no rule
-    under `modules` matches come last. Multi-token prediction is listed for a single shape, and if a rule names it.
-    """
+    under `modules` matches come last. Multi-token prediction is listed for a single shape, and if a rule names it."""
     fates, own = _fates(policy, shapes)
     named = _rows({label: fate for label, fate in fates.items() if label in own})
     others = _rows({label: fate for label, fate in fates.items() if label not in own})

@@ -143,8 +143,7 @@ def _workspaces(run: RunFacts, machine: Machine) -> int:
 def _placeholders(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     """Bytes left behind by fused gradient accumulation: per shape of a linear's weight, including the output layer's, one tensor that autograd gets as the gradient.
 
-    Transformer Engine's pytorch/module/base.py get_dummy_wgrad caches them by shape; megatron-core's tensor_parallel/layers.py calls it too.
-    """
+    Transformer Engine's pytorch/module/base.py get_dummy_wgrad caches them by shape; megatron-core's tensor_parallel/layers.py calls it too."""
     if not run.model.get("gradient_accumulation_fusion") or run.model.get("transformer_impl") == "local":
         return 0
     shapes = {p.weight.shape for p in rank_parameters(run, at) if p.weight.linear and p.layer is not None}
@@ -157,8 +156,7 @@ def _gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
     """Bytes of megatron-core's GlobalMemoryBuffer: the largest tensor that is gathered or computed into it.
 
     The output layer's input under sequence parallelism (tensor_parallel/layers.py), the tokens of all ranks with the all-gather dispatcher
-    (transformer/moe/token_dispatcher.py), the scores of local attention (transformer/dot_product_attention.py).
-    """
+    (transformer/moe/token_dispatcher.py), the scores of local attention (transformer/dot_product_attention.py)."""
     parallel, shape = run.parallel, run.shape
     whole = run.tokens * shape.hidden_size * policy.compute.bytes
     sizes = [0]
@@ -176,8 +174,7 @@ def _gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
 def _graph_inputs(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     """Bytes of CUDA graphs' static inputs: the hidden states and, with attention, the mask, for each layer and micro-batch in flight.
 
-    megatron-core's transformer/transformer_layer.py get_layer_static_inputs; buffers are reused once a micro-batch's backward pass is done.
-    """
+    megatron-core's transformer/transformer_layer.py get_layer_static_inputs; buffers are reused once a micro-batch's backward pass is done."""
     model, shape, parallel = run.model, run.shape, run.parallel
     if model.get("cuda_graph_impl") in (None, "none") and not model.get("enable_cuda_graph"):
         return 0

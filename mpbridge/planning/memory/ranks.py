@@ -200,8 +200,7 @@ def in_flight(run: RunFacts, stage: int, each: Sequence[float]) -> float:
     """The most that a stage holds for micro-batches in flight, from what each of its chunks keeps for one.
 
     1F1B has as many in flight as there are stages from this one on, the interleaved schedule many of the first chunks and few of the last, whose
-    backward pass follows first (Megatron-LM, arXiv 2104.04473; megatron-core's get_pp_rank_microbatches).
-    """
+    backward pass follows first (Megatron-LM, arXiv 2104.04473; megatron-core's get_pp_rank_microbatches)."""
     stages, total = run.parallel.pipeline, batches(run)
     if len(each) == 1 or stages == 1:
         return sum(each) * min(stages - stage, total)

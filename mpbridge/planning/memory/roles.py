@@ -24,8 +24,7 @@ def weight_copies(parameter: Parameter, quant: Quant, run: RunFacts) -> Iterator
     """(role, parameter, dtype, elements) of a weight in low precision, in addition to its entry in the parameter buffer.
 
     Weights that are not stored in low precision are quantized once per step and kept over its micro-batches, unless disable_parameter_transpose_cache is
-    set. Sources: Transformer Engine 2.11 tensor/storage/*.py and tensor/{mxfp8,nvfp4,float8_blockwise}_tensor.py.
-    """
+    set. Sources: Transformer Engine 2.11 tensor/storage/*.py and tensor/{mxfp8,nvfp4,float8_blockwise}_tensor.py."""
     if not quant.stored and run.model.get("disable_parameter_transpose_cache"):
         return
     size, name = parameter.weight.elements, parameter.name
@@ -79,8 +78,7 @@ class Role(NamedTuple):
 def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0, together: bool = False) -> tuple[Role, ...]:
     """Every role on `rank` between optimizer steps, once states exist. Views of other roles' memory are not listed. together: those that are alike in a buffer as one.
 
-    `memory.keeps` determines what is stored; this function counts it in the engine's layout (`EngineTraits.exact_memory`: to the byte or not).
-    """
+    `memory.keeps` determines what is stored; this function counts it in the engine's layout (`EngineTraits.exact_memory`: to the byte or not)."""
     settled = policy.settled(dict(run.optimizer.settings))
     at = Coordinates.of(rank, run.parallel)
     chunks = parameters(run, at)
@@ -137,8 +135,7 @@ def _known(policy: PrecisionPolicy, layers: int, realization: str) -> dict[str, 
 
 def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[str, Holding]]:
     """`keeps` of a settled policy in a run, by the dtype in which a parameter is stored, and by the parameter where its states are asked for; results are
-    cached.
-    """
+    cached."""
     engine, name = run.traits, run.optimizer.name
 
     @functools.cache

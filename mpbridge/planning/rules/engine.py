@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, traits
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, row, warning
-from mpbridge.precision.requirements import able
+from mpbridge.precision.recipe import able
 
 _CUDA_MODEL = (
     "masked_softmax_fusion", "gradient_accumulation_fusion", "persist_layer_norm", "memory_efficient_layer_norm", "layernorm_zero_centered_gamma",

@@ -48,10 +48,6 @@ class Misfit:
         """The padding needed to reach the next multiple."""
         return -self.value % self.multiple
 
-    def __str__(self) -> str:
-        layers = f" (layer{'s' if len(self.layers) > 1 else ''} {spans(self.layers)})" if self.layers else ""
-        return f"{self.level} {self.module}{layers}: {self.dimension} {self.value}, multiple of {self.multiple}; {self.cure} [{self.source}]"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:

@@ -88,8 +88,7 @@ def _judge(rule: Rule, case: Case) -> Violation | None:
 def require_here(policy: PrecisionPolicy, facts: RunFacts) -> tuple[Machine, tuple[Violation, ...]]:
     """This machine, and the warnings. Raises Refused if the machine cannot run the recipe, otherwise with every rule broken as an error. Loads no framework.
 
-    `facts` may have been resolved for another machine; they are judged with this machine, its versions and its environment variables.
-    """
+    `facts` may have been resolved for another machine; they are judged with this machine, its versions and its environment variables."""
     machine, versions = this_machine(), installed()
     lacking = missing(versions.megatron_core)
     if lacking:

@@ -1,6 +1,5 @@
 """Rules about how parameters are trained: by Muon, which orthogonalizes the updates of matrices by Newton-Schulz iterations, or by SOAP and Lion, which share
-a model with Adam as it does; or not at all, and low-rank adapters beside those.
-"""
+a model with Adam as it does; or not at all, and low-rank adapters beside those."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The table of every precision field that a policy decides on megatron-core's three configs: its value, why, and what would change it.
 
 A row states the versions of megatron-core in which its field exists. Fields that a policy does not decide are in `megatron_spec.classes`; a test
-requires that every precision-looking field of every described version is in exactly one class.
-"""
+requires that every precision-looking field of every described version is in exactly one class."""
 
 from __future__ import annotations
 

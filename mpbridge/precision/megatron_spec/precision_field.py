@@ -34,8 +34,7 @@ UNSET: Final = Absent.UNSET
 class ModuleRules:
     """The contents of model.quant_recipe without megatron-core's types: the policy's regions in order.
 
-    megatron.quant_recipe compiles it to megatron-core's RecipeConfig for one pipeline stage: megatron-core counts layers per stage, regions do not.
-    """
+    megatron.quant_recipe compiles it to megatron-core's RecipeConfig for one pipeline stage: megatron-core counts layers per stage, regions do not."""
 
     regions: tuple[Region, ...]
 

@@ -1,7 +1,6 @@
 """Writes a plan onto live objects: checked on copies first, all or nothing, with a receipt. Framework-independent: the caller passes how to spell values.
 
-`mpbridge.backend.megatron.targets.apply` is the public function: it checks the machine first and spells values for megatron-core.
-"""
+`mpbridge.backend.megatron.targets.apply` is the public function: it checks the machine first and spells values for megatron-core."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell:
     """Writes `plan` onto its live objects, completely or not at all; returns the receipt that the next plan needs.
 
     on_conflict: "error" refuses to override an author's value; "warn" leaves that to the caller, who has plan.conflicts.
-    Raises Conflict, StalePlan, UpstreamRefused (megatron-core's own validation fails), BadValue (a mapping: use build instead).
-    """
+    Raises Conflict, StalePlan, UpstreamRefused (megatron-core's own validation fails), BadValue (a mapping: use build instead)."""
     if on_conflict not in ("warn", "error"):
         raise BadValue(f"on_conflict={on_conflict!r}: expected 'warn' or 'error'")
     if plan.conflicts and on_conflict == "error":

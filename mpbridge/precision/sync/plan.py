@@ -181,8 +181,7 @@ def plan(
     origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), if the caller knows.
     realization: 'emulated' keeps the quantization from megatron-core's model and wrapper; mpbridge.numerics then reads the policy.
     core: megatron-core's version, which decides which fields a mapping may name; None: the installed one. A live object's class determines it itself.
-    Raises UnknownName if a live target lacks a field that the policy decides, BadValue for an invalid policy or realization.
-    """
+    Raises UnknownName if a live target lacks a field that the policy decides, BadValue for an invalid policy or realization."""
     if realization not in get_args(Realization):
         raise BadValue(f"realization={realization!r}: expected {' or '.join(map(repr, get_args(Realization)))}")
     if isinstance(policy, (str, Path, MixedPrecisionConfig)):

@@ -1,7 +1,6 @@
 """One rank of a world: builds every scenario, takes a step, and compares live tensors with predicted roles. Differences come back as text.
 
-Run by `differences` below; `python live_roles.py OUT NAME,NAME` under torchrun's environment.
-"""
+Run by `differences` below; `python live_roles.py OUT NAME,NAME` under torchrun's environment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One stage of a two-stage GPTModel: which quantization megatron-core hands to each linear, for policies with module rules.
 
-Its one argument: how many chunks of the model each stage interleaves.
-"""
+Its one argument: how many chunks of the model each stage interleaves."""
 
 from __future__ import annotations
 
