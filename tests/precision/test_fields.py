@@ -40,10 +40,8 @@ def test_what_changes_only_what_is_kept_is_a_state(name: str) -> None:
 
     def kept(config: MixedPrecisionConfig) -> tuple[object, object]:
         policy = resolve(config)
-        rows = {
-            role: (held.dtype, held.owner)
-            for role, held in keeps(policy, traits("mcore"), OptimizerFacts(distributed=True)).items()
-        }
+        tensors = keeps(policy, traits("mcore"), OptimizerFacts(distributed=True))
+        rows = {role: (held.dtype, held.owner) for role, held in tensors.items()}
         return rows, (policy.compute, policy.regions, policy.output, policy.autocast)
 
     base = MixedPrecisionConfig(**BASES[name])

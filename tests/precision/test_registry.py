@@ -128,16 +128,20 @@ def test_a_file_of_functions_asks_which_one(tmp_path: Path) -> None:
         get_mixed_precision_config(str(tmp_path / "mine.py"))
 
 
+def evil(folder: Path) -> str:
+    """A file that extends code."""
+    (folder / "evil.py").write_text("raise SystemExit('it ran')")
+    (folder / "evil.yaml").write_text(f"extends: {folder / 'evil.py'}:run\n")
+    return str(folder / "evil.yaml")
+
+
 @pytest.mark.parametrize(("named", "code", "said"), [
     ("evil.py:run", False, "is code that comes with this configuration"),
     ("evil.yaml", False, r"evil\.yaml extends code, .*evil\.py:run"),
     ("evil.yaml", True, r"name it yourself \(--recipe .*evil\.py:run\)"), ("more.yaml", True, r"evil\.yaml extends code"),
 ])  # fmt: skip
-def test_a_file_cannot_make_code_run_and_a_name_only_where_code_may(
-    tmp_path: Path, named: str, code: bool, said: str
-) -> None:
-    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    (tmp_path / "evil.yaml").write_text(f"extends: {tmp_path / 'evil.py'}:run\n")
+def test_a_file_runs_no_code_and_a_name_only_where_code_may(tmp_path: Path, named: str, code: bool, said: str) -> None:
+    evil(tmp_path)
     (tmp_path / "more.yaml").write_text("extends: evil.yaml\n")
     (tmp_path / "good.yaml").write_text("extends: bf16_mixed\n")
     with pytest.raises(RecipeError, match=said):
@@ -148,10 +152,9 @@ def test_a_file_cannot_make_code_run_and_a_name_only_where_code_may(
 def test_a_recipe_file_on_the_command_line_does_not_run_what_it_extends(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     from mpbridge.cli.main import main
 
-    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    (tmp_path / "evil.yaml").write_text(f"extends: {tmp_path / 'evil.py'}:run\n")
+    path = evil(tmp_path)
     for words in (["show"], ["check", "--recipe"], ["plan", "--recipe"], ["train", "--recipe"]):
-        assert main([*words, str(tmp_path / "evil.yaml")]) in (1, 2)
+        assert main([*words, path]) in (1, 2)
         said = capsys.readouterr().err
         assert "extends code" in said
         assert "it ran" not in said
@@ -225,12 +228,8 @@ def test_a_recipe_file_that_holds_no_fields_says_what_it_should_hold(tmp_path: P
 
 def test_engines_that_recipes_need() -> None:
     # by their own word, and by what no other engine can do
-    sharded = (
-        "bf16_params_fp32_states",
-        "fp32_params_bf16_compute",
-        "bf16_with_fp8_rowwise",
-        "bf16_with_fp8_rowwise_gw_hp",
-    )
+    rowwise = ("bf16_with_fp8_rowwise", "bf16_with_fp8_rowwise_gw_hp")
+    sharded = ("bf16_params_fp32_states", "fp32_params_bf16_compute", *rowwise)
     found = {name: entry.engine for name, entry in recipes.items() if entry.engine}
     assert found == dict.fromkeys(sharded, "fsdp2") | {"bf16_megatron_fsdp": "megatron_fsdp"}
 
@@ -269,9 +268,8 @@ def test_a_yaml_recipe_that_cannot_be_used_names_the_file_and_the_fault(tmp_path
 def _in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).parents[2])
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), root])}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def _package(folder: Path, *lines: str) -> None:
@@ -300,10 +298,9 @@ def test_recipes_of_another_installed_package_are_listed_unloaded_and_loaded_on_
 
 def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
     _package(tmp_path, "BF16-mixed = somebodys:mine")
+    what = "provides a recipe named 'bf16_mixed', which already exists"
     said = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path).stderr
-    assert (
-        "DuplicateName: entry point 'somebodys:mine' provides a recipe named 'bf16_mixed', which already exists" in said
-    )
+    assert f"DuplicateName: entry point 'somebodys:mine' {what}" in said
 
 
 def test_the_window_answers_for_an_unknown_name_as_a_mapping_does() -> None:

@@ -34,11 +34,8 @@ class Part:
 
 def test_spans_cover_the_run_and_hold_each_step_once():
     found = spans([Part("nvfp4", "25%"), Part("fp8_cs", 90), Part("bf16")], steps=100, tokens_per_step=1)
-    assert [(s.start, s.stop, s.stage.recipe) for s in found] == [
-        (0, 25, "nvfp4"),
-        (25, 90, "fp8_cs"),
-        (90, 100, "bf16"),
-    ]
+    parts = [(0, 25, "nvfp4"), (25, 90, "fp8_cs"), (90, 100, "bf16")]
+    assert [(s.start, s.stop, s.stage.recipe) for s in found] == parts
     assert [sum(s.holds(done) for s in found) for done in range(100)] == [1] * 100
 
 

@@ -109,10 +109,8 @@ def test_without_transformer_engine_megatron_cores_type_error_reaches_the_user_i
 
 def test_a_fault_that_was_there_before_is_noted_and_not_ours() -> None:
     config = TransformerConfig(**INPUTS["dense"]["model"])
-    config.num_attention_heads, config.tensor_model_parallel_size = (
-        4,
-        3,
-    )  # its second post-init raises, whatever we write
+    # its second post-init raises, whatever we write
+    config.num_attention_heads, config.tensor_model_parallel_size = 4, 3
     receipt = apply(plan(BF16, model=config))
     assert config.bf16 is True
     assert receipt.unchecked
@@ -120,10 +118,9 @@ def test_a_fault_that_was_there_before_is_noted_and_not_ours() -> None:
 
 
 def test_the_check_changes_nothing_but_the_plans_fields() -> None:
-    provider = Provider(
-        num_moe_experts=2, moe_layer_recompute=True, recompute_granularity="selective", recompute_modules=["core_attn"]
-    )
-    lists = provider.recompute_modules
+    lists = ["core_attn"]
+    recompute = {"recompute_granularity": "selective", "recompute_modules": lists}
+    provider = Provider(num_moe_experts=2, moe_layer_recompute=True, **recompute)
     apply(plan(BF16, model=provider))
     assert provider.recompute_modules is lists
     assert lists == ["core_attn"]  # megatron-core's post-init appends to it

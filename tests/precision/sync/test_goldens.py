@@ -28,9 +28,8 @@ ORIGIN = {"ddp.grad_reduce_in_fp32": "command line"}
 
 def text(name: str) -> str:
     policy = resolve(get_mixed_precision_config(name), layers=32)
-    parts = [
-        f"# what {name} writes over the inputs of tests/precision/sync/test_goldens.py; rewritten by: python tests/precision/sync/test_goldens.py"
-    ]
+    here = "tests/precision/sync/test_goldens.py"
+    parts = [f"# what {name} writes over the inputs of {here}; rewritten by: python {here}"]
     for realization in ("native", "emulated") if policy.quantized else ("native",):
         parts += [f"\n[{realization}]", str(plan(policy, **AUTHOR, origin=ORIGIN, realization=realization))]  # type: ignore[arg-type]
     return "\n".join(parts) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,16 @@ SHAPES = {
 
 def seen(recipe: RecipeConfig, policy: PrecisionPolicy, path: str, layer: int, layers: int) -> tuple[Any, ...]:
     """(FP8 recipe, format, FP4 recipe) that a module runs in: its own parameters if they take effect, else the block's."""
-    base = None if layer in policy.bf16_layers(layers) else policy.quant
-    around = (None, None, None) if base is None else spell(base)
+    return within(recipe, path, None if layer in policy.bf16_layers(layers) else policy.quant)
+
+
+def within(recipe: RecipeConfig, path: str, around: Quant | None) -> tuple[Any, ...]:
+    """The same of a module whose block runs in `around`."""
     found = recipe.match(MatchContext(path, None))
-    if found is None:
-        return around
-    own = found.config["training_recipe"]
+    own = {} if found is None else found.config["training_recipe"]
     # TEQuantizationRecipe: a module overrides a quantized block by default, and a block in high precision only if it says so
-    if base is None and not own.get("override_nonquantized_autocast", False):
-        return around
+    if found is None or (around is None and not own.get("override_nonquantized_autocast", False)):
+        return spell(around)
     return own.get("fp8_quantization_recipe"), own.get("fp8_format"), own.get("fp4_quantization_recipe")
 
 
@@ -94,12 +96,7 @@ def test_multi_token_prediction_is_matched_by_the_same_rules(base: Quant | None)
         for path in (f"mtp.layers.{depth}.{name}" for name in names):
             # megatron-core opens a context of eight bits there, and none of four
             around = None if base is None or base.bits == 4 else base
-            found = recipe.match(MatchContext(path, None))
-            own = None if found is None else found.config["training_recipe"]
-            said = spell(around)
-            if own is not None and (around is not None or own.get("override_nonquantized_autocast", False)):
-                said = own.get("fp8_quantization_recipe"), own.get("fp8_format"), own.get("fp4_quantization_recipe")
-            assert said == spell(policy.of_path(path, 4).fprop), path
+            assert within(recipe, path, around) == spell(policy.of_path(path, 4).fprop), path
 
 
 def test_a_whole_path_is_looked_for_in_its_own_layer_only() -> None:
@@ -108,11 +105,8 @@ def test_a_whole_path_is_looked_for_in_its_own_layer_only() -> None:
     first, second = quant_recipe.as_dict(rules, range(2), 4), quant_recipe.as_dict(rules, range(2, 4), 4, ahead=1)
     patterns = [[matcher["pattern"] for matcher in made["matchers"].values()] for made in (first, second)]
     assert patterns[0] == ["decoder.layers.1.self_attention.linear_qkv"]
-    assert patterns[1] == [
-        f"mtp.layers.0.{layer}.{rest}linear_fc2"
-        for layer in ("transformer_layer", "mtp_model_layer")
-        for rest in ("*.", "")
-    ]
+    inner = itertools.product(("transformer_layer", "mtp_model_layer"), ("*.", ""))
+    assert patterns[1] == [f"mtp.layers.0.{layer}.{rest}linear_fc2" for layer, rest in inner]
     for made in (first, second):
         assert set(made["configs"]) == {matcher["config"] for matcher in made["matchers"].values()}
         RecipeConfig.from_config_dict(made)
