@@ -44,9 +44,7 @@ NATIVE = {
     "A100": FAMILIES[:1], "L4": FAMILIES[:3], "H100": FAMILIES[:4], "B200": FAMILIES, "B300": FAMILIES,
     "RTX 5090": (*FAMILIES[:4], "nvfp4"), "CPU": FAMILIES[:1],
 }  # fmt: skip
-MATRIX = {
-    gpu: {name: "native" if name in native else "emulated" for name in FAMILIES} for gpu, native in NATIVE.items()
-}
+MATRIX = {gpu: dict.fromkeys(FAMILIES, "emulated") | dict.fromkeys(native, "native") for gpu, native in NATIVE.items()}
 MATRIX["CPU"]["fp16"] = "native"
 MATRIX["V100"] = {"bf16": "no", "fp8_cs": "no", "fp16": "native", "fp32": "native"}
 
@@ -148,9 +146,8 @@ def test_driver_names_find_their_row(product, name):
 
 
 def test_a_driver_report_outranks_the_table(monkeypatch):
-    monkeypatch.setattr(
-        probe, "_nvidia_smi", lambda *a: "NVIDIA H200, 143771, 9.0\nNVIDIA Weird 1, [N/A], 10.0\ngarbage\n"
-    )
+    report = "NVIDIA H200, 143771, 9.0\nNVIDIA Weird 1, [N/A], 10.0\ngarbage\n"
+    monkeypatch.setattr(probe, "_nvidia_smi", lambda *a: report)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     first, second = probe.gpus.__wrapped__()
     assert (first.name, first.arch, first.memory_bytes) == ("H200", (9, 0), 143771 * 2**20)
@@ -219,7 +216,6 @@ def test_an_option_of_a_recipe_needs_the_release_that_brought_it(installed: str,
     config = MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_options={"four_over_six": "weights"})
     versions = dataclasses.replace(ASSUMED, transformer_engine=installed)
     answer = can_run(resolve(config), machine("b200"), versions)
+    said = f"four_over_six of NVFP4 needs Transformer Engine 2.17 or later, found {installed}"
     assert answer.native is native
-    assert (
-        native or f"four_over_six of NVFP4 needs Transformer Engine 2.17 or later, found {installed}" in answer.reason
-    )
+    assert native or said in answer.reason

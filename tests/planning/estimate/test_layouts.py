@@ -26,9 +26,8 @@ H100 = machine("h100")
 
 
 def facts_of(config, world, *overrides):
-    run = ConfigContainer.load(f"configs/{config}.yaml", list(overrides), check=False).resolved(
-        world, machine=H100, versions=ASSUMED, training=False
-    )
+    box = ConfigContainer.load(f"configs/{config}.yaml", list(overrides), check=False)
+    run = box.resolved(world, machine=H100, versions=ASSUMED, training=False)
     return run.policy, dataclasses.replace(run.facts, environment={})
 
 
@@ -178,31 +177,16 @@ def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
     assert seconds[1] < seconds[0] / 2
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[1]", "expected the mapping"),
-        ("machine: cpu\npeak: {bf16: -1}", "peak.bf16=-1"),
-        ("machine: cpu\npeak: {int3: 1}", "unknown peak.int3"),
-        ("machine: cpu\npeak: {bf16: 1}\ndomain: 0.5", "domain=0.5, expected at least 1"),
-        ("machine: cpu\npeak: {bf16: 1}\nspeed: 3", "unknown speed"),
-        ("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants.nope"),
-        ("machine: ht100\npeak: {bf16: 1}", "ht100"),
-        ("a: [", "not YAML"),
-        ("x" * 70000, "more than"),
-    ],
-    ids=[
-        "list",
-        "negative",
-        "unknown format",
-        "no whole number",
-        "unknown key",
-        "unknown constant",
-        "unknown machine",
-        "no YAML",
-        "too large",
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    pytest.param("[1]", "expected the mapping", id="list"),
+    pytest.param("machine: cpu\npeak: {bf16: -1}", "peak.bf16=-1", id="negative"),
+    pytest.param("machine: cpu\npeak: {int3: 1}", "unknown peak.int3", id="unknown format"),
+    pytest.param("machine: cpu\npeak: {bf16: 1}\ndomain: 0.5", "domain=0.5, expected at least 1", id="no whole number"),
+    pytest.param("machine: cpu\npeak: {bf16: 1}\nspeed: 3", "unknown speed", id="unknown key"),
+    pytest.param("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants.nope", id="unknown constant"),
+    pytest.param("machine: ht100\npeak: {bf16: 1}", "ht100", id="unknown machine"),
+    pytest.param("a: [", "not YAML", id="no YAML"), pytest.param("x" * 70000, "more than", id="too large"),
+])  # fmt: skip
 def test_a_wrong_machine_file_is_named(tmp_path, text, said):
     path = tmp_path / "m.yaml"
     path.write_text(text)

@@ -27,9 +27,8 @@ def predicted():
 
 def usual(predicted, fitted=True):
     """Those with usual kernels, of the releases that were fitted or of the others."""
-    return [
-        (row, one) for row, one in predicted if row["model"] not in UNUSUAL and (row["release"] in FITTED) == fitted
-    ]
+    here = [(row, one) for row, one in predicted if row["model"] not in UNUSUAL]
+    return [(row, one) for row, one in here if (row["release"] in FITTED) == fitted]
 
 
 def errors(predicted, fitted=True):
@@ -124,9 +123,8 @@ def test_what_is_not_priced_is_named():
     ({"variable_seq_lengths": True}, "packed sequences", "faster", "at most as large", True), ({}, "", "", "", True),
 ], ids=["hybrid", "linear attention", "packed", "plain"])  # fmt: skip
 def test_what_is_counted_as_something_else_is_named_with_the_sign_of_the_error(settings, what, time, memory, exact):
-    run = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).resolved(
-        1, machine=machine("h100"), versions=ASSUMED, training=False
-    )
+    box = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False)
+    run = box.resolved(1, machine=machine("h100"), versions=ASSUMED, training=False)
     facts = dataclasses.replace(run.facts, model={**run.facts.model, **settings})
     for said, sign in ((estimate(run.policy, facts).left_out, time), (left_out_of_memory(facts), memory)):
         assert len(said) == bool(what)

@@ -80,14 +80,9 @@ def resolved(case: str, *, world: int) -> Any:
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ,
         "hidden_dropout": 0.0, "attention_dropout": 0.0,
     }  # fmt: skip
-    container = ConfigContainer(
-        mixed_precision=RECIPES[recipe],
-        model=model | SHAPES[shape],
-        optimizer={"lr": 1e-3} | extra.get("optimizer", {}),
-        ddp=extra.get("ddp", {}),
-        parallel=extra.get("parallel", {}),
-        train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 4},
-    )
+    train = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 4}
+    sections = {"ddp": {}, "parallel": {}} | extra | {"optimizer": {"lr": 1e-3} | extra.get("optimizer", {})}
+    container = ConfigContainer(mixed_precision=RECIPES[recipe], model=model | SHAPES[shape], train=train, **sections)
     return container.resolved(world_size=world, machine=machine("cpu"))
 
 
@@ -105,26 +100,16 @@ def _compare(case: str) -> dict[str, Any]:
     with device_layer(False, fused_adam=CpuFusedAdam):
         engine = McoreEngine.build(run)
         size = parallel_state.get_data_parallel_world_size()
-        applied = [
-            engine.train_step(batches(), microbatches=2 // size).applied for _ in range(40 if "fp16" in case else 1)
-        ]
+        steps = range(40 if "fp16" in case else 1)
+        applied = [engine.train_step(batches(), microbatches=2 // size).applied for _ in steps]
         live = list(engine.tensors())
         want = roles(run.policy, run.facts, rank=rank)
-        seen = _counted(live)
-        report = {
-            "applied": any(applied),
-            "differ": _differ(seen, _predicted(want)),
-            "bytes": sum(role.bytes for role in want if role.name != "buffers"),
-        }
-        storages = {
-            t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes()
-            for t in live
-            if t.role != "buffers"
-        }
-        report["live_bytes"] = sum(storages.values())
-        report["roles"] = sorted({role.name for role in want})
+        differ = _differ(_counted(live), _predicted(want))
+        held = [t.tensor.untyped_storage() for t in live if t.role != "buffers"]
+        live_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
         engine.close()
-    return report
+    said = {"bytes": sum(role.bytes for role in want if role.name != "buffers"), "live_bytes": live_bytes}
+    return {"applied": any(applied), "differ": differ, "roles": sorted({role.name for role in want}), **said}
 
 
 def batches(length: int = SEQ) -> Iterator[dict[str, Any]]:
@@ -156,11 +141,8 @@ def _predicted(want: Any) -> Counter[Any]:
 
 
 def _differ(seen: Counter[Any], want: Counter[Any]) -> list[str]:
-    return [
-        f"{key}: live {seen[key]}, predicted {want[key]}"
-        for key in sorted(set(seen) | set(want))
-        if seen[key] != want[key]
-    ]
+    keys = [key for key in sorted(set(seen) | set(want)) if seen[key] != want[key]]
+    return [f"{key}: live {seen[key]}, predicted {want[key]}" for key in keys]
 
 
 def main() -> None:

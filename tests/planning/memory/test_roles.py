@@ -40,10 +40,8 @@ def _agree(found):
 
 
 def test_every_role_equals_the_live_tensors_on_one_process(tmp_path):
-    found = _agree(differences(1, ONE, tmp_path))
-    assert {"params", "grads", "main_params", "exp_avg", "exp_avg_sq", "padding"} <= set(
-        found["llama/bus/bf16"][0]["roles"]
-    )
+    found = _agree(differences(1, ONE, tmp_path))["llama/bus/bf16"][0]["roles"]
+    assert {"params", "grads", "main_params", "exp_avg", "exp_avg_sq", "padding"} <= set(found)
 
 
 def test_every_role_equals_the_live_tensors_on_two_processes(tmp_path):
@@ -140,26 +138,17 @@ def test_stored_fp8_costs_a_byte_and_on_hopper_its_transpose():
 
 def test_edge_layers_stay_out_and_emulation_keeps_no_copies():
     run = facts()
-    named = {
-        role.parameter.split(".")[2]
-        for role in roles(policy("fp8_cs", fp8_param_gather=False), run)
-        if role.name == "weight_copies"
-    }
-    assert named == {"1", "2"}
+    copies = [one for one in roles(policy("fp8_cs", fp8_param_gather=False), run) if one.name == "weight_copies"]
+    assert {role.parameter.split(".")[2] for role in copies} == {"1", "2"}
     emulated = facts(realization="emulated")
     assert not _bytes(policy("fp8_cs"), emulated, "weight_copies", "weight_transposes")
 
 
 def test_fsdp2_shares_rows_and_counts_what_the_last_ranks_lack():
     run = facts(engine="fsdp2", parallel=Parallel(world_size=3))
-    row = {
-        role.elements + role.padding
-        for rank in range(3)
-        for role in roles(policy("fsdp_adamw"), run, rank=rank)
-        if role.parameter == "output_layer.weight" and role.name == "params"
-    }
-    assert row == {43 * 64}  # 128 rows over 3 ranks: 43, 43, 42 and one row of padding
-    shares = [
-        sum(r.elements for r in roles(policy("fsdp_adamw"), run, rank=rank) if r.name == "params") for rank in range(3)
-    ]
-    assert sum(shares) == sum(r.elements for r in roles(policy("bf16"), facts()) if r.name == "params")
+    held = [role for rank in range(3) for role in roles(policy("fsdp_adamw"), run, rank=rank) if role.name == "params"]
+    last = [role for role in held if role.parameter == "output_layer.weight"]
+    # 128 rows over 3 ranks: 43, 43, 42 and one row of padding
+    assert [role.elements + role.padding for role in last] == [43 * 64] * 3
+    whole = [role.elements for role in roles(policy("bf16"), facts()) if role.name == "params"]
+    assert sum(role.elements for role in held) == sum(whole)

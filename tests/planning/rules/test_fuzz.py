@@ -107,9 +107,8 @@ def fuzz(numbers, seed, folder):
         try:
             end = answer(text, folder / "mutated.yaml", rng)
         except Exception as error:
-            raise AssertionError(
-                f"mutation {number} of seed {seed}: {type(error).__name__}: {error}\n{text}"
-            ) from error
+            said = f"{type(error).__name__}: {error}"
+            raise AssertionError(f"mutation {number} of seed {seed}: {said}\n{text}") from error
         ends[end] = ends.get(end, 0) + 1
     return ends
 

@@ -126,11 +126,7 @@ def drawn(rng: random.Random) -> dict[str, Any]:
     sections = {section: settings(section, latent=latent) for section in ("model", "optimizer", "ddp")}
     for _ in range(rng.randint(1, 3)):
         section = rng.choice(("model", "model", "model", "model", "optimizer", "ddp"))
-        known = sorted(
-            name
-            for name in sections[section]
-            if f"{section}.{name}" not in ("model.num_layers", "optimizer.lr") and name not in LORA
-        )
+        known = sorted(sections[section].keys() - {"num_layers", "lr", *LORA})
         first = rng.choice(known)
         group = next((stem for stem in TOGETHER if first.startswith(stem)), None)
         family = [name for name in known if group and name.startswith(group)]
