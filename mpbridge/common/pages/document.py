@@ -63,15 +63,11 @@ def packed(block: dict[str, Any]) -> dict[str, Any]:
     if block["kind"] != "chart":
         return block
     grids: dict[tuple[Any, ...], int] = {}
-    series = [
-        {
-            "name": line["name"],
-            "layer": line["layer"],
-            "x": grids.setdefault(tuple(point[0] for point in line["points"]), len(grids)),
-            "y": [point[1] for point in line["points"]],
-        }
-        for line in block["series"]
-    ]
+    series = []
+    for line in block["series"]:
+        grid = grids.setdefault(tuple(point[0] for point in line["points"]), len(grids))
+        heights = [point[1] for point in line["points"]]
+        series.append({"name": line["name"], "layer": line["layer"], "x": grid, "y": heights})
     return {**block, "series": series, "xs": list(grids)}
 
 
@@ -176,14 +172,9 @@ class Page:
         no row has a value is omitted."""
         filled = table(title, columns, rows).filled()
         shown = ("name", "help", "unit", "number", "layer")
-        return self.add(
-            "table",
-            title,
-            columns=[{name: getattr(column, name) for name in shown} for column in filled.columns],
-            rows=[list(map(plain, row)) for row in filled.rows],
-            order=list(order or range(len(rows))),
-            folded=folded,
-        )
+        heads = [{name: getattr(column, name) for name in shown} for column in filled.columns]
+        cells, ranked = [list(map(plain, row)) for row in filled.rows], list(order or range(len(rows)))
+        return self.add("table", title, columns=heads, rows=cells, order=ranked, folded=folded)
 
     def heat(
         self,

@@ -108,11 +108,9 @@ def members(policy: PrecisionPolicy, run: RunFacts, machine: Machine, outline: O
     except MpbridgeError:
         return ()
     turns = sizes.pipeline if (sizes.virtual_pipeline or 1) > 1 else 1
-    micros = [
-        micro
-        for micro in MICRO_BATCHES
-        if each % micro == 0 and each // micro % turns == 0 and (sizes.pipeline == 1 or each // micro >= sizes.pipeline)
-    ]
+    least = sizes.pipeline  # micro-batches, so that no stage idles
+    micros = [size for size in MICRO_BATCHES if each % size == 0 and each // size % turns == 0]
+    micros = [size for size in micros if least == 1 or each // size >= least]
     own = {name: run.model.get(name) for name in NONE}
     choices = [NONE, *([own] if own["recompute_granularity"] == "selective" else []), FULL]
     return tuple(
@@ -187,11 +185,7 @@ def placement(layers: int, ahead: int, chunks: int) -> Mapping[str, Any] | None:
     return {"pipeline_model_parallel_layout": f"E{'t' * first}|{middle}{'t' * last}{'m' * ahead}L"}
 
 
-PLACES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-)
+PLACES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
 
 
 def line(run: RunFacts, than: RunFacts | None = None, *, left: Collection[str] = ()) -> str:

@@ -43,13 +43,10 @@ class States:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What one rank holds, in bytes."""
+class Memory(States):
+    """What one rank holds, in bytes: its states and the rest."""
 
-    rank: int
     stage: int
-    roles: Mapping[str, int]
-    """Bytes by role, without roles that are absent."""
     activations: int
     """Estimate."""
     overheads: tuple[Overhead, ...]
@@ -58,8 +55,6 @@ class Memory:
     """Device memory that torch does not account for."""
     uncertainty: float
     """Relative error of `activations` not exceeded in nine of ten measured cases."""
-    elements: int
-    """Parameters on this rank before sharding."""
     exact: bool
     """Whether `roles` has every state to the byte."""
 
