@@ -9,8 +9,8 @@ from pathlib import Path
 from mpbridge.cli.options import JSON, RUN_HERE, arg, container
 from mpbridge.cli.text import answer, print_line
 from mpbridge.common.traits import DEFAULT
+from mpbridge.precision.recipe import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
-from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import Run
 from mpbridge.training.checkpoint import continuation

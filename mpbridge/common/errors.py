@@ -12,8 +12,7 @@ MpbridgeError                     exit_code 2: the call was wrong
 `- Refused                        exit_code 1: the call was valid and the answer is no
    |- Conflict                    the recipe overrides an author's value and on_conflict is "error"
    |- UpstreamRefused             megatron-core's own validation rejects the values
-   `- AuditFailed                 live tensors are not what the policy promised
-"""
+   `- AuditFailed                 live tensors are not what the policy promised"""
 
 from __future__ import annotations
 
@@ -85,9 +84,9 @@ def nearest(given: str, known: Iterable[str], *, most: int = 3, cutoff: float = 
     def score(name: str) -> float:
         other = name.lower().replace("-", "_")
         # a mistyped word weighs as much as it is long; omitted words cost little
-        by_word = sum(
-            len(word) * max(alike(word, candidate) for candidate in other.split("_")) for word in words
-        ) / max(1, sum(map(len, words)))
+        parts = other.split("_")
+        found = sum(len(word) * max(alike(word, part) for part in parts) for word in words)
+        by_word = found / max(1, sum(map(len, words)))
         return max(alike(wanted, other), (0.95 if len(words) > 1 else 0.8) * by_word)
 
     scored = sorted(((score(name), name) for name in known), key=lambda pair: (-pair[0], len(pair[1]), pair[1]))

@@ -12,7 +12,6 @@ from mpbridge.common.traits import DEFAULT, EngineTraits, traits
 
 Realization = Literal["native", "emulated"]
 
-
 ADAMS = ("adam", "torch_adamw")
 """Values of optimizer.optimizer with Adam's two moments for every parameter."""
 MUONS = ("muon", "dist_muon")
@@ -113,6 +112,8 @@ class ModelShape:
     """Rank of the adapters; 0: none."""
     lora_targets: tuple[str, ...] = ()
     """Globs over the linears, below their layer, that have one."""
+
+    __hash__ = object.__hash__  # as the key of a cache a shape is itself: its mappings have no hash
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "experts", "mtp_layers"):
@@ -263,6 +264,8 @@ class RunFacts:
     """Precision settings by the author that nothing reads, as text (`precision.inert`)."""
     environment: Mapping[str, str] = field(default_factory=lambda: types.MappingProxyType({}))
     """NVTE_* and CUDA_* variables that contradict or complete a recipe."""
+
+    __hash__ = object.__hash__  # as a shape's
 
     @property
     def tokens(self) -> int:

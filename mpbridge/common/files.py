@@ -32,9 +32,8 @@ LIMITS: Mapping[str, Limit] = {
     "json": Limit(1 << 28),  # the index of a checkpoint with a million shards has a quarter of that
     "json lines": Limit(1 << 34, 1 << 20),  # a line of some 300 bytes for each step; a line has at most `steps` bytes
     "text": Limit(1 << 26),
-    "configuration": Limit(
-        4_000_000
-    ),  # of this and other stacks, scripts and Python files too; real ones are a hundred times smaller
+    # of this and other stacks, scripts and Python files too; real ones are a hundred times smaller
+    "configuration": Limit(4_000_000),
     "vocabulary": Limit(1 << 28),  # a tokenizer of a million tokens has a tenth of that
     "note": Limit(4096),  # a name, a number or a few facts
     "safetensors header": Limit(100_000_000),  # the format's own limit
@@ -46,21 +45,17 @@ LIMITS: Mapping[str, Limit] = {
 """Kind of file -> its limits: of every reader of what somebody else may have written."""
 LARGEST_JSON = LIMITS["json"].size
 
-_KINDS = (
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
 # opening a FIFO must not block; a flag that the system lacks is not used
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def kind_of(mode: int) -> str:
     """The kind of a file that is not regular, with its article."""
-    return next((name for holds, name in _KINDS if holds(mode)), "a special file")
+    return _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 def opened(file: Path) -> IO[bytes]:
@@ -74,9 +69,8 @@ def opened_inside(folder: Path, name: str) -> IO[bytes]:
     for part in name.split("/")[:-1]:
         place = place / part
         if stat.S_ISLNK(os.lstat(place).st_mode):
-            raise CheckpointError(
-                f"{place} is a symbolic link, expected a folder: links in a checkpoint are not followed"
-            )
+            why = "links in a checkpoint are not followed"
+            raise CheckpointError(f"{place} is a symbolic link, expected a folder: {why}")
     return opened(folder / name)
 
 
@@ -95,8 +89,7 @@ def write(file: Path, content: str | bytes, *, append: bool = False) -> None:
     """Writes a whole output file, or adds to its end; text as UTF-8.
 
     Raises as `opened_to_write` does, and OSError with the file's name if there is no room: a new file is removed then, and the room is reserved before
-    an old one is changed.
-    """
+    an old one is changed."""
     data, new = content.encode() if isinstance(content, str) else content, not os.path.lexists(file)
     handle = _descriptor(file, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
     before = os.fstat(handle)
@@ -151,9 +144,8 @@ def folder_inside(folder: Path, name: str) -> Path:
     """`folder`/`name`, for what a library writes there. Raises CheckpointError if it is a link: it may lead elsewhere."""
     place = folder / name
     if place.is_symlink():
-        raise CheckpointError(
-            f"{place} is a symbolic link, expected a folder: nothing is written through it; remove it"
-        )
+        why = "nothing is written through it; remove it"
+        raise CheckpointError(f"{place} is a symbolic link, expected a folder: {why}")
     return place
 
 
@@ -195,8 +187,7 @@ def text_of(file: Path | str, *, errors: str = "strict", kind: str = "text") -> 
     """The whole text of such a file, as UTF-8. kind: of LIMITS.
 
     Raises as `regular` does, OSError for a file above the limit (a sparse one of terabytes costs nothing to make), and UnicodeDecodeError unless `errors` is
-    'replace'.
-    """
+    'replace'."""
     return bytes_of(file, kind=kind).decode("utf-8", errors)
 
 
@@ -213,16 +204,14 @@ def bytes_of(file: Path | str, *, kind: str) -> bytes:
 def lines_of(file: Path | str) -> Iterator[str]:
     """The lines of a file with a record a line, with their ends, one at a time; bytes that are not UTF-8 are replaced.
 
-    Raises as `regular` does, and OSError for a longer line than LIMITS has (a sparse file is one) or a larger file.
-    """
+    Raises as `regular` does, and OSError for a longer line than LIMITS has (a sparse file is one) or a larger file."""
     limit, at = LIMITS["json lines"], 0
     with regular(file) as stream:
         while line := stream.readline(limit.steps + 1):
             at += len(line)
             if len(line) > limit.steps or at > limit.size:
-                what = (
-                    f"a line of more than {limit.steps:,}" if len(line) > limit.steps else f"more than {limit.size:,}"
-                )
+                long = len(line) > limit.steps
+                what = f"a line of more than {limit.steps:,}" if long else f"more than {limit.size:,}"
                 raise OSError(errno.EOVERFLOW, f"it has {what} bytes, the limit for records", os.fspath(file))
             yield line.decode("utf-8", "replace")
 
@@ -271,8 +260,7 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
 
     The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks, and on an operating
     system without POSIX's, nothing is locked.
-    Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file.
-    """
+    Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = opened_to_write(path, append=True)
     try:

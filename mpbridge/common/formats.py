@@ -84,15 +84,11 @@ def say(value: Any) -> str:
         return dtype(text).short if text.removeprefix("torch.") in _SPELLINGS else text
     if value is None:
         return "none"
-    if (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and 65536 <= value < math.inf
-        and value == 2 ** (int(value).bit_length() - 1)
-    ):
-        return f"2**{int(value).bit_length() - 1}"
     if isinstance(value, bool):
         return text.lower()
+    if isinstance(value, (int, float)) and 65536 <= value < math.inf:
+        power = int(value).bit_length() - 1
+        return f"2**{power}" if value == 2**power else text
     return getattr(value, "__qualname__", text) if callable(value) else text
 
 
@@ -115,8 +111,7 @@ class NumberFormat:
 
     exponent, mantissa: bits of each field; bias: subtracted from the stored exponent; largest: largest finite value;
     smallest: smallest positive value (subnormal, if the format has subnormals); signed: has a sign bit.
-    Sources: E4M3 and E5M2: arXiv 2209.05433 (E4M3 here is the "fn" variant: no infinities); E2M1 and E8M0: OCP Microscaling Formats v1.0.
-    """
+    Sources: E4M3 and E5M2: arXiv 2209.05433 (E4M3 here is the "fn" variant: no infinities); E2M1 and E8M0: OCP Microscaling Formats v1.0."""
 
     name: str
     exponent: int

@@ -65,7 +65,6 @@ GIB = 2**30
 _RATIO = 79.65 * GIB / 80e9
 """Ratio of the memory that torch reports on an H100 to the vendor's gigabytes. It is inferred to hold for the other NVIDIA data-center GPUs, as `memory_source` states."""
 
-
 _HGX = "HGX board with NVSwitch; one network card per GPU"
 _PCIE = "PCIe x16, eight per host; no usual network"
 _LINKS = {
@@ -103,21 +102,10 @@ def _gpu(
     memory, known = _memory(name, gigabytes)
     (nvlink, domain, network, links), (units, clock) = _LINKS[name], _CHIPS[name]
     return Machine(
-        name=name,
-        arch=arch,
-        memory_bytes=memory,
-        memory_source=known,
-        bandwidth=bandwidth * 1e9,
-        peak=tuple(peak.items()),
-        multiprocessors=units,
-        clock=clock * 1e9,
-        nvlink=nvlink * 1e9,
-        domain=domain,
-        network=network * 1e9,
-        link_source=links,
-        source=source,
-        note=note,
-    )
+        name=name, arch=arch, memory_bytes=memory, memory_source=known, bandwidth=bandwidth * 1e9, peak=tuple(peak.items()),
+        multiprocessors=units, clock=clock * 1e9, nvlink=nvlink * 1e9, domain=domain, network=network * 1e9,
+        link_source=links, source=source, note=note,
+    )  # fmt: skip
 
 
 _SITE = "https://www.nvidia.com/en-us/data-center"

@@ -19,16 +19,10 @@ from mpbridge.common.upstream import has_libraries
 from mpbridge.common.versions import release, version
 
 WATCHED = (
-    "NVTE_",
-    "NVIDIA_TF32_OVERRIDE",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-)
+    "NVTE_", "NVIDIA_TF32_OVERRIDE", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+)  # fmt: skip
 """Environment variables (or prefixes) that contradict or complete a recipe."""
 _TIMEOUT = 5.0  # seconds for nvidia-smi: a hung driver must not hang `mpbridge doctor`
-
 
 _played: list[tuple[Machine, Versions]] = []
 
@@ -62,14 +56,9 @@ def this_machine() -> Machine:
 def _installed() -> Versions:
     cuda = _torch_cuda()
     return Versions(
-        torch=version("torch"),
-        megatron_core=_megatron_core(),
-        transformer_engine=_transformer_engine(),
-        torchao=version("torchao"),
-        cuda=cuda,
-        cublaslt=_cublas(cuda),
-        python=sys.version.split()[0],
-    )
+        torch=version("torch"), megatron_core=_megatron_core(), transformer_engine=_transformer_engine(),
+        torchao=version("torchao"), cuda=cuda, cublaslt=_cublas(cuda), python=sys.version.split()[0],
+    )  # fmt: skip
 
 
 @functools.cache
@@ -77,12 +66,9 @@ def _this_machine() -> Machine:
     import platform  # slow to import
 
     versions, found = _installed(), gpus()
-    usable = found and (versions.torch is None or versions.cuda is not None)
-    return (
-        found[0]
-        if usable
-        else dataclasses.replace(machine("cpu"), name=f"CPU ({platform.machine()})", memory_bytes=_host_memory())
-    )
+    if found and (versions.torch is None or versions.cuda is not None):
+        return found[0]
+    return dataclasses.replace(machine("cpu"), name=f"CPU ({platform.machine()})", memory_bytes=_host_memory())
 
 
 @functools.cache
@@ -103,19 +89,12 @@ def environment() -> dict[str, str]:
 
 
 def _gpu(product: str, mebibytes: str, capability: str) -> Machine:
-    major, minor = capability.split(".")
-    known = like(product)
-    base = known if known is not None else Machine(name=product, arch=None)
+    major, minor = map(int, capability.split("."))
+    base = like(product) or Machine(name=product, arch=None)
     # the driver's figures for this card override the table
     memory = int(float(mebibytes)) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", mebibytes) else base.memory_bytes
-    return dataclasses.replace(
-        base,
-        name=base.name if known else product,
-        arch=(int(major), int(minor)),
-        memory_bytes=memory,
-        memory_source="as reported by the driver",
-        note=product,
-    )
+    source = "as reported by the driver"
+    return dataclasses.replace(base, arch=(major, minor), memory_bytes=memory, memory_source=source, note=product)
 
 
 def _visible(seen: list[Machine]) -> list[Machine]:

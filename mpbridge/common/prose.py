@@ -16,7 +16,6 @@ _ARGUMENT = re.compile(r"-\S+|.*[^\w'-].*|[A-Z][A-Z_]*")
 """A command's argument: an option, a word with punctuation in it (a path, key=value), a placeholder in capitals."""
 _SETTING = re.compile(r"'?[a-z_]+(\.\w+)+=\S*[^\s,;.]")
 
-
 _UNPRINTABLE = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     for first, last in ((0, 8), (11, 31), (127, 159), (0x202A, 0x202E), (0x2066, 0x2069), (0xD800, 0xDFFF))

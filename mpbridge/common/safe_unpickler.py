@@ -2,8 +2,7 @@
 
 Names are kept as names. What the caller allows may be called, which creates an `UnpickledCall`: a record of the name, the arguments and the state.
 So a pickle can describe anything but execute nothing. Checkpoints allow listed names and refuse everything else; the arguments of a foreign checkpoint
-allow every name, since they are only looked at (`any_call`). Time and memory are bounded by the number of opcodes, which is a limit of `files.LIMITS`.
-"""
+allow every name, since they are only looked at (`any_call`). Time and memory are bounded by the number of opcodes, which is a limit of `files.LIMITS`."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def read(
     """The value that a pickle in `data` describes, and the byte after its end.
 
     call: returns the value for a name and arguments (raises CheckpointError for an unknown name); storage: returns the value of a persistent id.
-    budget: None: LIMITS' own. Raises CheckpointError for everything else.
-    """
+    budget: None: LIMITS' own. Raises CheckpointError for everything else."""
     try:
         return _Reader(call, storage, budget or Budget()).read(data, start)
     except CheckpointError:
@@ -247,7 +245,6 @@ _ACTS: dict[str, Callable[[_Reader, Any], Any]] = {
     "NEWOBJ_EX": _Reader.reduce_with_keywords, "EMPTY_SET": lambda self, _: self.set_of("set", ()), "ADDITEMS": _Reader.add_items,
     "FROZENSET": lambda self, _: self.set_of("frozenset", tuple(self.marked())),
 }  # fmt: skip
-
 
 _SINGLE = (str, bytes, int, float, bool, type(None), Name, UnpickledCall)
 

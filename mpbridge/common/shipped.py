@@ -34,9 +34,8 @@ def configuration(wanted: str) -> Path:
     if path.exists() and not path.is_dir():
         return path
     if wanted and path.is_dir():
-        raise BadValue(
-            f"{wanted} is a folder, expected a configuration file; a Hugging Face folder is given as hf:{wanted}"
-        )
+        expected = f"a configuration file; a Hugging Face folder is given as hf:{wanted}"
+        raise BadValue(f"{wanted} is a folder, expected {expected}")
     raise UnknownName("configuration", wanted, known)
 
 

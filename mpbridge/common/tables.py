@@ -57,15 +57,13 @@ def processes(number: int) -> str:
     return f"{number} process{'es' if number > 1 else ''}"
 
 
-Tone = Literal["", "dim", "warn", "bad"]
-"""What a row is: ordinary, of less interest, a warning, a fault."""
 _STYLES = {
     "": ("", ""),
     "dim": ("dim", "color:#777"),
     "warn": ("bold yellow", "color:#8a5a00;font-weight:600"),
     "bad": ("bold red", "color:#b3261e;font-weight:600"),
 }
-"""Tone -> style of rich, of HTML."""
+"""Tone of a row (ordinary, of less interest, a warning, a fault) -> style of rich, of HTML."""
 _CELL = "text-align:{};padding:2px 10px;vertical-align:top"
 
 
@@ -74,8 +72,7 @@ class Column:
     """A column.
 
     number: aligned at the right. whole: never wrapped, since it is copied or searched. unit: 'bytes' and 'percent' (of a share) format its numbers.
-    help, layer: on a page, its tooltip, and whether a click on a cell shows only that layer.
-    """
+    help, layer: on a page, its tooltip, and whether a click on a cell shows only that layer."""
 
     name: str
     number: bool = True
@@ -106,20 +103,16 @@ class Table:
 
     def filled(self) -> Table:
         """Without the columns in which no row has a value."""
-        kept = [
-            i for i in range(len(self.columns)) if not self.rows or any(row[i] not in (None, "") for row in self.rows)
-        ]
-        return dataclasses.replace(
-            self,
-            columns=tuple(self.columns[i] for i in kept),
-            rows=tuple(tuple(row[i] for i in kept) for row in self.rows),
-        )
+        if not self.rows:
+            return self
+        kept = [i for i in range(len(self.columns)) if any(row[i] not in (None, "") for row in self.rows)]
+        rows = tuple(tuple(row[i] for i in kept) for row in self.rows)
+        return dataclasses.replace(self, columns=tuple(self.columns[i] for i in kept), rows=rows)
 
     def texts(self) -> list[list[str]]:
         """The rows as displayed."""
-        return [
-            [printable(column.text(cell)) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows
-        ]
+        columns = self.columns
+        return [[printable(column.text(cell)) for column, cell in zip(columns, row, strict=True)] for row in self.rows]
 
     def lines(self, width: int | None = None) -> list[str]:
         """As plain text: the title, then the widest form whose lines fit `width` (None: any): a table; a table with the last column's text on lines of its
@@ -158,10 +151,8 @@ class Table:
     def html(self) -> str:
         """For notebooks. Everything is escaped: values are never markup."""
         styles = [_CELL.format("right" if column.number else "left") for column in self.columns]
-        heads = "".join(
-            f'<th style="{style}">{html.escape(column.name)}</th>'
-            for column, style in zip(self.columns, styles, strict=True)
-        )
+        named = zip(self.columns, styles, strict=True)
+        heads = "".join(f'<th style="{style}">{html.escape(column.name)}</th>' for column, style in named)
         body = []
         for row, tone in zip(self.texts(), self._tones(), strict=True):
             cells = zip(row, styles, strict=True)
@@ -202,12 +193,8 @@ class Table:
         made = RichTable(title=Text(printable(self.title)) if self.title else None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")  # fmt: skip
         made.show_header = any(column.name for column in self.columns)
         for column in self.columns:
-            made.add_column(
-                Text(printable(column.name)),
-                no_wrap=column.whole,
-                overflow="fold",
-                justify="right" if column.number else "left",
-            )
+            side: Literal["right", "left"] = "right" if column.number else "left"
+            made.add_column(Text(printable(column.name)), no_wrap=column.whole, overflow="fold", justify=side)
         for row, tone in zip(self.texts(), self._tones(), strict=True):
             # Text, not str: brackets in a value are not markup
             made.add_row(*map(Text, row), style=_STYLES[tone][0] or None)
@@ -256,9 +243,7 @@ def shown(value: Any) -> str:
 
 def _markdown(text: str) -> str:
     # a bar inside backticks ends a cell in some Markdown renderers, and an escaped one shows its backslash in others
-    coded = re.sub(
-        r"`([^`]*\|[^`]*)`",
-        lambda found: f"<code>{html.escape(found[1], quote=False).replace('|', '&#124;')}</code>",
-        text,
-    )
-    return coded.replace("|", "\\|").replace("\n", " ")
+    def code(found: re.Match[str]) -> str:
+        return f"<code>{html.escape(found[1], quote=False).replace('|', '&#124;')}</code>"
+
+    return re.sub(r"`([^`]*\|[^`]*)`", code, text).replace("|", "\\|").replace("\n", " ")

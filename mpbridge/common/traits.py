@@ -1,8 +1,7 @@
 """Each engine's properties as data: what it shards, who holds main weights, what it cannot do. Read by every layer; loads no framework.
 
 An engine's traits are next to its class (`engines/*_traits.py`); another package provides an engine through an entry point in the group `mpbridge.engines`
-whose value is an `EngineTraits`.
-"""
+whose value is an `EngineTraits`."""
 
 from __future__ import annotations
 
@@ -132,9 +131,8 @@ def _places() -> dict[str, str]:
     places = dict(BUILT_IN)
     for point in _installed():
         if point.name in places:
-            raise DuplicateName(
-                f"entry point {point.value!r} provides an engine named {point.name!r}, which already exists"
-            )
+            what = f"an engine named {point.name!r}, which already exists"
+            raise DuplicateName(f"entry point {point.value!r} provides {what}")
         places[point.name] = point.value
     return places
 

@@ -91,8 +91,7 @@ def packages(where: Iterable[os.PathLike[str] | str] = ()) -> list[Package]:
 def choose(wanted: str | None, where: Iterable[os.PathLike[str] | str] = ()) -> Package:
     """The package of version `wanted` ('2.14', '2.20.2'; None: the first one).
 
-    Raises Refused if there is none, or its release is not in the table.
-    """
+    Raises Refused if there is none, or its release is not in the table."""
     there = packages(where)
     if not there:
         raise Refused(

@@ -1,8 +1,7 @@
 """Other packages as they are found: a Transformer Engine without its CUDA parts, megatron-core's warnings about itself, attributes replaced and restored.
 
 Without its CUDA parts Transformer Engine looks uninstalled to code that checks for one: the extra te-cpu installs the pure-Python wheel `transformer-engine`, whose import fails with a RuntimeError because of the missing libraries;
-megatron-core expects an ImportError. The guard is installed by `import mpbridge` and does nothing until transformer_engine is imported.
-"""
+megatron-core expects an ImportError. The guard is installed by `import mpbridge` and does nothing until transformer_engine is imported."""
 
 from __future__ import annotations
 
@@ -33,18 +32,15 @@ class Guard:
         for entry in map(Path, sys.path):
             if (entry / NAME / "__init__.py").is_file():
                 if not has_libraries(entry):
-                    raise ModuleNotFoundError(
-                        f"{NAME} in {entry} has no CUDA parts: with mpbridge.transformer_engine_on_cpu() it runs without a GPU",
-                        name=NAME,
-                    )
+                    cure = "with mpbridge.transformer_engine_on_cpu() it runs without a GPU"
+                    raise ModuleNotFoundError(f"{NAME} in {entry} has no CUDA parts: {cure}", name=NAME)
                 return
 
 
 def install() -> None:
     """Inserts the guard before the other finders, once."""
-    if not any(
-        type(finder).__name__ == Guard.__name__ and type(finder).__module__ == __name__ for finder in sys.meta_path
-    ):
+    there = {(type(finder).__module__, type(finder).__name__) for finder in sys.meta_path}
+    if (__name__, Guard.__name__) not in there:
         sys.meta_path.insert(0, Guard())
 
 

@@ -1,7 +1,6 @@
 """Versions of packages: those installed, their comparison, and the window of versions in which a statement holds.
 
-`importlib.metadata`, whose import and search take longer than most verbs, is asked where folders do not say it.
-"""
+`importlib.metadata`, whose import and search take longer than most verbs, is asked where folders do not say it."""
 
 from __future__ import annotations
 
@@ -56,9 +55,8 @@ class Window:
         """Whether a version is in the window. An unknown version counts as inside: a false warning is better than a NaN at step 2."""
         if have is None:
             return True
-        return (self.since is None or at_least(have, self.since)) and (
-            self.until is None or not at_least(have, self.until)
-        )
+        begun = self.since is None or at_least(have, self.since)
+        return begun and (self.until is None or not at_least(have, self.until))
 
     def __str__(self) -> str:
         ends = [f"from {self.since}"] if self.since else []

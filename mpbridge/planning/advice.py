@@ -64,17 +64,8 @@ class Advice:
     @property
     def rank(self) -> tuple[object, ...]:
         """Sort key: legal, fitting before tight, below 32 bits, validated, faster than 16 bits by the vendor's table, then finer scales and less memory."""
-        faster = (self.peak or 0.0) > 1.0
-        return (
-            not self.legal,
-            FITS.index(self.fit),
-            self.recipe == "fp32",
-            self.status != "validated",
-            not faster,
-            self.taste,
-            self.bytes or 0,
-            self.recipe,
-        )
+        support = self.recipe == "fp32", self.status != "validated", (self.peak or 0.0) <= 1.0
+        return (not self.legal, FITS.index(self.fit), *support, self.taste, self.bytes or 0, self.recipe)
 
 
 ORDERS = ("status", "time", "memory", "error")
@@ -83,25 +74,16 @@ ORDERS = ("status", "time", "memory", "error")
 
 def order(advice: Advice, by: str) -> tuple[object, ...]:
     """Sort key: legal first, fitting before tight, then the requested criterion, then `rank`."""
-    asked: float = 0.0
-    if by == "time":
-        asked = advice.seconds if advice.seconds is not None else float("inf")
-    elif by == "memory":
-        asked = advice.bytes or 0
-    elif by == "error":
-        asked = advice.error or 0.0
+    time = float("inf") if advice.seconds is None else advice.seconds
+    asked = {"time": time, "memory": advice.bytes or 0, "error": advice.error or 0.0}.get(by, 0.0)
     return (not advice.legal, FITS.index(advice.fit), asked, *advice.rank)
 
 
 def with_ties(made: Sequence[Advice]) -> list[Advice]:
     """The advice with `tie` set for recipes whose predicted steps the error band does not tell apart: the fastest with those within its band, then the fastest of the
     rest with those within its own, and so on."""
-    priced = [
-        (one.seconds, one)
-        for one in made
-        if one.seconds is not None and one.legal and one.fits and one.speed_known == "predicted"
-    ]
-    rest = sorted(priced, key=lambda pair: pair[0])
+    able = [one for one in made if one.legal and one.fits and one.speed_known == "predicted"]
+    rest = sorted(((one.seconds, one) for one in able if one.seconds is not None), key=lambda pair: pair[0])
     found: dict[str, tuple[int, bool]] = {}
     first, number = True, 0
     while rest:
@@ -111,11 +93,8 @@ def with_ties(made: Sequence[Advice]) -> list[Advice]:
             number += 1
             found |= dict.fromkeys(alike, (number, first))
         first = False
-    return [
-        dataclasses.replace(one, tie=number, tied=fastest)
-        for one in made
-        for number, fastest in (found.get(one.recipe, (0, False)),)
-    ]
+    ties = (found.get(one.recipe, (0, False)) for one in made)
+    return [dataclasses.replace(one, tie=tie, tied=fastest) for one, (tie, fastest) in zip(made, ties, strict=True)]
 
 
 def decides(made: Sequence[Advice]) -> list[str]:
@@ -145,10 +124,8 @@ def advise(entry: Recipe, one: Outlook, *, reference: int | None = None) -> Advi
     """Advice on `entry`, whose outlook is `one`; reference: bytes on bf16_mixed's fullest GPU."""
     policy, run = one.policy, one.facts
     if one.errors:
-        words = "; ".join(f"{v.rule}: {v.found}" for v in one.errors)
-        return Advice(
-            recipe=entry.name, status=entry.status, legal=False, reason=f"{words} (cure: {one.errors[0].cure})"
-        )
+        words = "; ".join(f"{v.rule}: {v.found}" for v in one.errors) + f" (cure: {one.errors[0].cure})"
+        return Advice(recipe=entry.name, status=entry.status, legal=False, reason=words)
     try:
         mine = one.memory
     except MpbridgeError as error:
@@ -180,12 +157,7 @@ def peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
     machine = run.machine
     if machine is None or not machine.gpu:
         return None
-    low = "fp4" if policy.fp4 else "fp8" if policy.fp8 else policy.compute.short
-    mine, base = machine.flops(low), machine.flops("bf16") or machine.flops("fp16")
-    if (
-        mine is None and low == "fp4"
-    ):  # a GPU without FP4 has already been refused; one without a table entry is unknown
-        return None
+    mine, base = machine.flops(policy.narrowest), machine.flops("bf16") or machine.flops("fp16")
     return mine / base if mine and base else None
 
 

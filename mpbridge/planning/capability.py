@@ -24,13 +24,7 @@ QuantizedBy = Literal["transformer_engine", "emulation"]
 LIBRARIES: Mapping[str, str] = MappingProxyType({"transformer_engine": "Transformer Engine", "torchao": "torchao"})
 """Field of Versions -> the library's usual name."""
 ASSUMED = Versions(
-    torch="2.11.0",
-    megatron_core="0.16.1",
-    transformer_engine="2.11.0",
-    torchao="0.18.0",
-    cuda="13.0",
-    cublaslt=None,
-    python="3.12",
+    torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", torchao="0.18.0", cuda="13.0", python="3.12"
 )
 """Versions assumed by default for another machine; shown wherever they were assumed."""
 
@@ -67,8 +61,7 @@ def can_run(
 ) -> Capability:
     """Whether `machine` with `versions` runs `policy`.
 
-    quantized_by: "emulation" means mpbridge's own rounding, for which any machine that runs the 16-bit part is sufficient.
-    """
+    quantized_by: "emulation" means mpbridge's own rounding, for which any machine that runs the 16-bit part is sufficient."""
     base = _base_fault(policy, machine)
     if base:
         return Capability(how="no", reason=base, nearest=_nearest(policy, machine, versions))
@@ -76,10 +69,8 @@ def can_run(
         return Capability(how="native", reason=f"{policy.compute.short} runs on {machine.label}")
     custom = any(quant.row.emulation is None for quant in policy.quants)
     if quantized_by == "emulation" and not custom:
-        return Capability(
-            how="emulated",
-            reason="its rounding is emulated around GEMMs in the compute dtype: the numbers, not the speed",
-        )
+        words = "its rounding is emulated around GEMMs in the compute dtype: the numbers, not the speed"
+        return Capability(how="emulated", reason=words)
     faults = tuple(dict.fromkeys(fault for quant in policy.quants for fault in quant_faults(quant, machine, versions)))
     if not faults:
         notes = tuple(dict.fromkeys(note for quant in policy.quants for note in _notes(quant, machine)))
@@ -87,9 +78,8 @@ def can_run(
         using = " and ".join(f"{LIBRARIES[name]} {versions.of(name)}" for name in libraries)
         runs = f"runs natively on {machine.label} with {using}"
         return Capability(how="native", reason="; ".join((runs, *notes)), proven=not _unproven(machine))
-    return Capability(
-        how="no" if custom else "emulated", reason="; ".join(faults), nearest=_nearest(policy, machine, versions)
-    )
+    how: How = "no" if custom else "emulated"
+    return Capability(how=how, reason="; ".join(faults), nearest=_nearest(policy, machine, versions))
 
 
 def refuse_unless_native(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> Capability:
@@ -143,11 +133,8 @@ def _option_faults(quant: Quant, versions: Versions) -> Iterator[str]:
 
 
 def _software_faults(need: Hardware, word: str, machine: Machine, versions: Versions) -> Iterator[str]:
-    library, have, ada = (
-        f"{LIBRARIES[need.library]} {need.engine} or later",
-        versions.of(need.library),
-        machine.arch == (8, 9),
-    )
+    library, have = f"{LIBRARIES[need.library]} {need.engine} or later", versions.of(need.library)
+    ada = machine.arch == (8, 9)
     if have is None:
         silent = " (megatron-core would silently train in 16 bits)" if need.library == "transformer_engine" else ""
         yield f"{word} needs {library}, and it is not installed{silent}"
@@ -180,9 +167,8 @@ def _notes(quant: Quant, machine: Machine) -> list[str]:
     if quant.row.computed_as and machine.arch is not None and machine.arch >= (10, 0):
         notes.append(quant.row.computed_as)
     if _unproven(machine):
-        notes.append(
-            f"reported by {LIBRARIES[quant.row.hardware.library]} as supported at compute capability 12.x, unproven"
-        )
+        library = LIBRARIES[quant.row.hardware.library]
+        notes.append(f"reported by {library} as supported at compute capability 12.x, unproven")
         if quant.row.has("stochastic_rounding"):
             notes.append(
                 "its stochastic rounding uses an instruction of sm_100a and sm_103a only (Transformer Engine 2.11 ptx.cuh): set "
@@ -205,11 +191,8 @@ def _nearest(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> s
             candidate = resolve(recipe(name).make())
         except MpbridgeError:  # fp16 has no NVFP4 recipe
             continue
-        if (
-            candidate != policy
-            and not _base_fault(candidate, machine)
-            and not any(quant_faults(q, machine, versions) for q in candidate.quants)
-        ):
+        faults = [_base_fault(candidate, machine), *(quant_faults(q, machine, versions) for q in candidate.quants)]
+        if candidate != policy and not any(faults):
             return name
     return None
 

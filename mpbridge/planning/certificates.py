@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -79,7 +78,6 @@ VARIANTS: Mapping[str, Variant] = {
 """Name -> variant of NVFP4."""
 NOT_OFFERED = "no stack offers this yet"
 
-
 NOTABLE = 0.1
 """Share of lost updates from which on `check` quotes it."""
 
@@ -139,10 +137,8 @@ def _weights(policy: PrecisionPolicy, training: Training) -> Iterator[Row]:
     for word, lr in rates.items():
         if lr <= 0:
             continue
-        lost, kept = (
-            call(lr, training.sigma, kind, beta1=training.beta1)
-            for call in (closed_forms.lost_updates, closed_forms.movement_kept)
-        )
+        lost = closed_forms.lost_updates(lr, training.sigma, kind, beta1=training.beta1)
+        kept = closed_forms.movement_kept(lr, training.sigma, kind, beta1=training.beta1)
         text = f"{word} lr {lr:.3g}, weights N(0, {training.sigma:.3g}), m/sqrt(v) of pure noise"
         yield Row(part="optimizer", where=where, quantity=f"updates lost, {word} lr", value=lost, derivation="closed form", condition=text)  # fmt: skip
         yield Row(part="optimizer", where=where, quantity=f"movement kept, {word} lr", value=kept, derivation="closed form", condition=text)  # fmt: skip
@@ -196,20 +192,16 @@ def sentence(policy: PrecisionPolicy, training: Training) -> str:
     """What the optimizer loses, in one sentence; '' if nothing notable."""
     found = [lost_line(policy, training) or ""]
     if training.name in ADAMS:
-        ratio = closed_forms.flush_ratio(policy.exp_avg_sq or DType.FP32)
+        kind = policy.exp_avg_sq or DType.FP32
+        ratio, stall = closed_forms.flush_ratio(kind), closed_forms.second_moment_stalls(kind, training.beta2)
         if ratio is not None and ratio < 1e5:
             found.append(
                 f"a gradient below 1/{ratio:.0f} of its tensor's largest loses its FP8 second moment, and its next update is |m|/eps"
             )
-        stall = closed_forms.second_moment_stalls(policy.exp_avg_sq or DType.FP32, training.beta2)
         if stall > NOTABLE:
-            found.append(
-                f"{stall:.0%} of steps leave a {_word(policy.exp_avg_sq or DType.FP32)} second moment where it is (beta2 {training.beta2:g})"
-            )
-    if (
-        training.micro_batches > 1
-        and not math.isinf(bits := closed_forms.accumulation_bits(policy.reduce, training.micro_batches))
-        and bits < 7
-    ):
-        found.append(f"summing {training.micro_batches} micro-batches in {policy.reduce.short} leaves {bits:.1f} bits")
+            text = f"{stall:.0%} of steps leave a {_word(kind)} second moment where it is"
+            found.append(f"{text} (beta2 {training.beta2:g})")
+    count = training.micro_batches
+    if count > 1 and (bits := closed_forms.accumulation_bits(policy.reduce, count)) < 7:
+        found.append(f"summing {count} micro-batches in {policy.reduce.short} leaves {bits:.1f} bits")
     return "; ".join(filter(None, found))

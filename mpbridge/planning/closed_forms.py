@@ -31,8 +31,7 @@ def clipping(scale: NumberFormat, position: float = 1.0) -> Clipping:
     """For block scales in that format, rounded to nearest. position: |x| / amax of the elements in question, above 1 - `worst`.
 
     A scale v = m + f (in units of its last place; m from 2**p to 2**(p+1) - 1) is rounded to m for f < 1/2; an element then exceeds the largest code
-    if v > m/position, and loses 1 - m/(v position). With log v uniform its density is 1/(v ln 2); the integrals over f are elementary.
-    """
+    if v > m/position, and loses 1 - m/(v position). With log v uniform its density is 1/(v ln 2); the integrals over f are elementary."""
     share = mean = square = 0.0
     for m in range(2**scale.mantissa, 2 ** (scale.mantissa + 1)):
         kept, top = m / position, m + 0.5
@@ -79,8 +78,7 @@ def nvfp4_second_pass(code: NumberFormat, scale: NumberFormat) -> tuple[float, f
     """(low, high] of v = S amax / 6 for which a block that one pass keeps becomes zero on the second; v is at most `high` in the subnormals.
 
     The smallest scale d holds v in (d/2, d]; the maximum's code is that of 6 v/d, and the second pass computes v' = code d / 6. At 3 <= 6 v/d <= 3.5
-    the code is 3, so v' = d/2: a tie, which goes to zero.
-    """
+    the code is 3, so v' = d/2: a tie, which goes to zero."""
     d = scale.smallest
     third = code.largest / 2
     return d / 2, d * (third + 0.5) / code.largest
@@ -120,8 +118,7 @@ def half_gap(exponent: int, kind: DType) -> float:
 def lost_updates(lr: float, sigma: float, kind: DType, *, beta1: float = 0.9) -> float:
     """Share of updates that leave a weight stored in `kind` where it is. sigma: standard deviation of the weights.
 
-    Exact under the model: |w| is in an octave with a probability of two error functions, and there the update is lost below half a gap.
-    """
+    Exact under the model: |w| is in an octave with a probability of two error functions, and there the update is lost below half a gap."""
     if lr <= 0 or sigma <= 0:
         return 1.0 if lr <= 0 else 0.0
     return sum(share * math.erf(gap / (_ROOT2 * ratio_of(beta1) * lr)) for share, gap in _octaves(sigma, kind))

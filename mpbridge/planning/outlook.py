@@ -131,9 +131,8 @@ class Outlook:
             names = ", ".join(violation.rule for violation in self.errors)
             found["valid"] = f"not valid: {len(self.errors)} error{'s' if len(self.errors) > 1 else ''} ({names})"
         if self.answer == "does not fit":
-            need, off, have = (
-                f"{size / GIB.size:.1f}" for size in (self.memory.needed, self.memory.band, self.machine.memory_bytes)
-            )
+            sizes = (self.memory.needed, self.memory.band, self.machine.memory_bytes)
+            need, off, have = (f"{size / GIB.size:.1f}" for size in sizes)
             found["fits"] = f"does not fit on {self.machine.name}: {need} +- {off} GiB of {have}"
         return found
 
@@ -163,9 +162,7 @@ class Outlook:
     def gain(self, other: Outlook) -> str:
         """What `other` gains over this run, in words; '' if nothing that exceeds the error band."""
         fast = self.ok and self.answer == "fits"
-        if fast and (other.no_time or other.time.seconds >= self.must_be_below):
-            return ""
-        if not other.may_fit:
+        if (fast and (other.no_time or other.time.seconds >= self.must_be_below)) or not other.may_fit:
             return ""
         if other.answer not in (("fits",) if self.ok else ("fits", "tight")) or other.errors:
             return ""
@@ -183,20 +180,18 @@ class Outlook:
     def layouts(self, most: int, *, stated: bool = False) -> list[Outlook]:
         """This run in up to `most` other layouts that gain something: the fastest and, if none of them fits, the nearest that does.
 
-        stated: the author set whether the optimizer is distributed. Empty if the memory is unknown, or a rule forbids every layout.
-        """
+        stated: the author set whether the optimizer is distributed. Empty if the memory is unknown, or a rule forbids every layout."""
         if not self.answer or not self.capability.native:
             return []
         below = self.must_be_below if self.ok and self.answer == "fits" else None
         with contextlib.suppress(MpbridgeError):
-            near = search(
-                self.policy, self.facts, self.machine, most=most, using=self.using, stated=stated, below=below
-            )
+            asked = self.policy, self.facts, self.machine
+            near = search(*asked, most=most, using=self.using, stated=stated, below=below)
             # what fits is worth more than what may fit
             wanted = sorted(near, key=lambda layout: layout.answer)
             found = [self.on(layout.run) for layout in wanted if layout.answer == "fits" or not self.ok]
             if not self.ok and not (wanted and wanted[0].answer == "fits"):
-                other = nearest(self.policy, self.facts, self.machine, stated=stated)
+                other = nearest(*asked, stated=stated)
                 found = [*([self.on(other)] if other is not None else []), *found]
             return [one for one in found if self.gain(one)][:most]
         return []

@@ -58,8 +58,7 @@ class MixedPrecisionConfig:
     """The 31 fields of Megatron Bridge, followed by mpbridge's own. None means "derive it".
 
     The meaning (`precision.resolve.resolve`) depends only on the values, so a copy, a pickle or a dump means the same.
-    dtypes are accepted in any spelling and read back as torch dtypes. An unknown attribute raises with the nearest name.
-    """
+    dtypes are accepted in any spelling and read back as torch dtypes. An unknown attribute raises with the nearest name."""
 
     fp32: bool = False
     fp16: bool = False
@@ -133,8 +132,7 @@ class MixedPrecisionConfig:
 
     A rule is "bf16" (high precision), a scaling ("mxfp8"), or a mapping: fields of a quantization ({fp8: hybrid, fp8_recipe: tensorwise}), or one rule
     a GEMM ({fprop: nvfp4, dgrad: mxfp8, wgrad: bf16}); both may be combined with `layers` ("2-29", "first 2", [0, -1]); {layers: last 2, precision: bf16} means
-    high precision. The first rule that matches a linear decides; first_last_layers_bf16 precedes all of them.
-    """
+    high precision. The first rule that matches a linear decides; first_last_layers_bf16 precedes all of them."""
     moe_router_dtype: str | None = option(None, fact="router", shown="router")
     """"fp32" or "fp64"."""
     logit_dtype: DTypeField = DTypeField(fact="logits", shown="logits")
@@ -170,11 +168,8 @@ class MixedPrecisionConfig:
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in self.__dataclass_fields__:
                 raise UnknownName("field of MixedPrecisionConfig", name, self.__dataclass_fields__)
-            if (
-                isinstance(value, float)
-                and value.is_integer()
-                and str(self.__dataclass_fields__[name].type).startswith("int")
-            ):
+            whole = str(self.__dataclass_fields__[name].type).startswith("int")
+            if whole and isinstance(value, float) and value.is_integer():
                 value = int(value)  # YAML reads 1e3 as a float, and 2.0 is accepted as 2
             object.__setattr__(self, name, value)
             if name in _TWIN_OF and "_made" in self.__dict__:
@@ -192,9 +187,8 @@ class MixedPrecisionConfig:
 
     def given(self) -> dict[str, Any]:
         """The values that differ from the class's defaults."""
-        return {
-            name: value for name, value in self.stored().items() if value != self.__dataclass_fields__[name].default
-        }
+        usual = {name: field.default for name, field in self.__dataclass_fields__.items()}
+        return {name: value for name, value in self.stored().items() if value != usual[name]}
 
     def as_data(self) -> dict[str, Any]:
         """`given()` in plain YAML types; `MixedPrecisionConfig.from_data` reads it back to an equal config."""
@@ -245,14 +239,10 @@ def twin_clashes(said: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _declared(name: str) -> FieldRow:
-    found = vars(MixedPrecisionConfig).get(name)
-    return found.row if isinstance(found, DTypeField) else FieldRow()
-
-
+_DTYPES = {name: field.row for name, field in vars(MixedPrecisionConfig).items() if isinstance(field, DTypeField)}
 ROWS: Mapping[str, FieldRow] = MappingProxyType(
     {
-        name: field.metadata["row"] if "row" in field.metadata else _declared(name)
+        name: field.metadata.get("row") or _DTYPES.get(name, FieldRow())
         for name, field in MixedPrecisionConfig.__dataclass_fields__.items()
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,10 +32,8 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = types.MappingProxyType
 
 def type_faults(values: Mapping[str, Any]) -> dict[str, str]:
     """Field -> fault of its type."""
-    fields = MixedPrecisionConfig.__dataclass_fields__
-    return {
-        name: fault for name, field in fields.items() if (fault := _type_fault(name, values[name], str(field.type)))
-    }
+    hints = {name: str(field.type) for name, field in MixedPrecisionConfig.__dataclass_fields__.items()}
+    return {name: fault for name, hint in hints.items() if (fault := _type_fault(name, values[name], hint))}
 
 
 def _type_fault(name: str, value: Any, hint: str) -> str | None:
@@ -75,11 +74,8 @@ def choice_faults(v: Mapping[str, Any]) -> list[str]:
 
 def _router_fault(value: Any) -> str | None:
     # megatron-core compares with the strings 'fp32' and 'fp64' (router.py): a torch dtype or 'bf16' would silently have no effect
-    try:
+    with contextlib.suppress(BadValue):
         if value is None or dtype(value) in (DType.FP32, DType.FP64):
             return None
-    except BadValue:
-        pass
-    return (
-        f"moe_router_dtype={say(value)!r} is not one of fp32, fp64 or null (the router then follows the compute dtype)"
-    )
+    legal = "fp32, fp64 or null (the router then follows the compute dtype)"
+    return f"moe_router_dtype={say(value)!r} is not one of {legal}"

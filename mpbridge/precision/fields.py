@@ -1,7 +1,6 @@
 """What is said of a field of MixedPrecisionConfig besides its type, default and docstring: one row, given where the field is declared (`config.py`).
 
-resolve, the checks of values, `inert`, show, tune and the docs read the rows; nobody else lists fields.
-"""
+resolve, the checks of values, `inert`, show, tune and the docs read the rows; nobody else lists fields."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import operator
 import re
 from collections.abc import Iterable, Sequence
 
@@ -34,8 +35,7 @@ def is_adapter(path: str) -> bool:
 @functools.lru_cache(maxsize=16384)  # asked again for each recipe and layout
 def place(path: str) -> tuple[str, int | None] | None:
     """(path below the layer, 0-based layer) of a global module or parameter name; the layer is None in multi-token prediction, whose layers the
-    model does not number; None outside the layers.
-    """
+    model does not number; None outside the layers."""
     ahead = _MTP_PATH.search(path)
     if ahead is not None:
         return ahead.group(2), None
@@ -76,10 +76,8 @@ def _numbers(glob: str) -> bool:
     """Whether something other than a star may match a number that stands alone, as a layer's does: not the 1 of 'linear_fc1'."""
     tokens = ["", *_TOKEN.findall(glob)]
     digit = [token == "?" or token[:1] == "[" or token.isdigit() for token in tokens]
-    return any(
-        is_one and (before in ("", ".", "*") or also)
-        for is_one, before, also in zip(digit[1:], tokens, digit, strict=False)
-    )
+    alone = [before in ("", ".", "*") or also for before, also in zip(tokens, digit, strict=True)]
+    return any(map(operator.and_, digit[1:], alone))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -78,11 +78,8 @@ def _region(pattern: str, rule: Any, base: DType) -> Region:
         possible = ", ".join((*GEMMS, "layers", "precision", *QUANT_FIELDS))
         raise BadValue(f"{', '.join(unknown)} cannot be set per module (possible: {possible})")
     fields = {name: value for name, value in rule.items() if name in _QUANT_KEYS}
-    ways = [
-        word
-        for word, said in (("precision", "precision" in rule), (", ".join(named), named), ("fp8 or fp4 fields", fields))
-        if said
-    ]
+    said = ("precision" if "precision" in rule else "", ", ".join(named), "fp8 or fp4 fields" if fields else "")
+    ways = [word for word in said if word]
     if len(ways) > 1:
         raise BadValue(f"{' and '.join(ways)} conflict: keep one of them")
     layers = layer_spans(rule["layers"]) if "layers" in rule else None
@@ -109,9 +106,8 @@ def rule_of_word(word: Any, base: DType) -> Quant | None:
     """The rule for a word in `modules`: None for the compute dtype's name, the default rule for a scaling's name. Raises BadValue."""
     row = SCALINGS.get(word) if isinstance(word, str) else None
     if row is not None and not row.factory:
-        return _by_fields(
-            {f"fp{bits_of(row.formats[0])}": row.formats[0], f"fp{bits_of(row.formats[0])}_recipe": row.name}
-        )
+        low = f"fp{bits_of(row.formats[0])}"
+        return _by_fields({low: row.formats[0], f"{low}_recipe": row.name})
     try:
         given = dtype(word)
     except BadValue:

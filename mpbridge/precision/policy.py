@@ -17,11 +17,9 @@ from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_fr
 
 __all__ = ["SCHEMA", "Gemms", "LossScale", "PrecisionPolicy", "Quant", "Region"]
 
-
 SCHEMA = 2
 """Schema of `as_data`: increase it when a field changes meaning, so that old fingerprints are not compared with new ones. Schema 2 adds layers, rules per
 GEMM and options in regions, and an accumulator separate from the wire; a policy without these is written as schema 1, byte for byte as before."""
-
 
 _LATER = ("accumulate", "frozen")
 """Facts that schema 1 does not have: written only where they are stated."""
@@ -45,12 +43,11 @@ class LossScale:
     def skips(self, to: float | None = None) -> int:
         """Number of overflowing, skipped steps until the initial scale has dropped to `to` (None: the minimum); 0 for a static scale.
 
-        The first `hysteresis - 1` overflows leave the scale unchanged, each further one halves it (megatron-core's DynamicGradScaler).
-        """
+        The first `hysteresis - 1` overflows leave the scale unchanged, each further one halves it (megatron-core's DynamicGradScaler)."""
         end = max(self.minimum, to or self.minimum)
-        return (
-            self.hysteresis - 1 + math.ceil(math.log2(self.initial / end)) if self.dynamic and end < self.initial else 0
-        )
+        if not self.dynamic or end >= self.initial:
+            return 0
+        return self.hysteresis - 1 + math.ceil(math.log2(self.initial / end))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +117,11 @@ class PrecisionPolicy:
         """`quant` when its elements have four bits."""
         return self.quant if self.quant is not None and self.quant.bits == 4 else None
 
+    @property
+    def narrowest(self) -> str:
+        """Format of the linears' operands, as `Machine.flops` names it."""
+        return self.compute.short if self.quant is None else f"fp{self.quant.bits}"
+
     @functools.cached_property
     def quants(self) -> tuple[Quant, ...]:
         """Every distinct rule of any region, in order."""
@@ -163,8 +165,7 @@ class PrecisionPolicy:
     def gemms_at(self, module: str, layer: int | None, layers: int, path: str = "") -> Gemms:
         """The rules of the three GEMMs of `module` ('self_attention.linear_qkv') in 0-based `layer` of `layers`.
 
-        layer: None in multi-token prediction. path: the module's full path; None: that of the decoder's layer.
-        """
+        layer: None in multi-token prediction. path: the module's full path; None: that of the decoder's layer."""
         path = path or ("" if layer is None else f"{DECODER.format(layer)}{module}")
         last = len(self.regions) - 1
         for index, region in enumerate(self.regions):
@@ -201,18 +202,16 @@ class PrecisionPolicy:
 
         aware = own("use_precision_aware_optimizer", False) if self.precision_aware is None else self.precision_aware
 
-        def state(field: str, mine: DType | None) -> DType:
+        def state(fact: str) -> Any:
             # megatron-core reads these only with a precision-aware optimizer (optimizer_config.py: all must be FP32 otherwise)
-            return mine or (dtype(own(field, DType.FP32)) if aware else DType.FP32)
+            return getattr(self, fact) or (dtype(own(f"{fact}_dtype", DType.FP32)) if aware else DType.FP32)
 
+        remainders = bool(own("store_param_remainders", True)) if self.remainders is None else self.remainders
         return dataclasses.replace(
             self,
             precision_aware=bool(aware),
-            remainders=bool(own("store_param_remainders", True)) if self.remainders is None else self.remainders,
-            main_grads=state("main_grads_dtype", self.main_grads),
-            main_params=state("main_params_dtype", self.main_params),
-            exp_avg=state("exp_avg_dtype", self.exp_avg),
-            exp_avg_sq=state("exp_avg_sq_dtype", self.exp_avg_sq),
+            remainders=remainders,
+            **{fact: state(fact) for fact in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")},
         )
 
     def as_data(self) -> dict[str, Any]:

@@ -27,10 +27,6 @@ def row_of(v: Mapping[str, Any], low: str) -> Scaling | None:
 
 def quant_faults(v: Mapping[str, Any]) -> list[str]:
     """All contradictions among the quantization fields."""
-    return _format_faults(v) + _attention_faults(v) + _option_faults(v)
-
-
-def _format_faults(v: Mapping[str, Any]) -> list[str]:
     faults = twin_clashes(v)
     if v["fp8"] and v["fp4"]:
         faults.append("fp8 and fp4 are both on: set one of them to null")
@@ -44,7 +40,7 @@ def _format_faults(v: Mapping[str, Any]) -> list[str]:
         faults.append(
             "reuse_grad_buf_for_mxfp8_param_ag needs fp8 with fp8_recipe='mxfp8' and fp8_param_gather=true: set it to false"
         )
-    return faults
+    return faults + _attention_faults(v) + _option_faults(v)
 
 
 def _width_faults(v: Mapping[str, Any], low: str, row: Scaling | None) -> list[str]:
@@ -105,22 +101,18 @@ def quant_of(v: Mapping[str, Any]) -> Quant | None:
     if low is None:
         return None
     parts: tuple[Attention, ...] = ("multi_head", "dot_product")
-    own: dict[str, Any] = (
-        {}
-        if low == "fp4"
-        else {
-            "margin": get("fp8_margin", 0),
-            "amax_history": get("fp8_amax_history_len", 1),
-            "amax_algo": get("fp8_amax_compute_algo", "most_recent"),
-            "wgrad": get("fp8_wgrad", True),
-            "attention": next((part for part in parts if v.get(f"fp8_{part}_attention")), "none"),
-        }
-    )
+    of_fp8: dict[str, Any] = {
+        "margin": get("fp8_margin", 0),
+        "amax_history": get("fp8_amax_history_len", 1),
+        "amax_algo": get("fp8_amax_compute_algo", "most_recent"),
+        "wgrad": get("fp8_wgrad", True),
+        "attention": next((part for part in parts if v.get(f"fp8_{part}_attention")), "none"),
+    }
     return Quant(
         format=v[low],
         scaling=get(f"{low}_recipe", DEFAULTS[BITS[low]]),
         stored=bool(get(f"{low}_param", False)),
         factory=v.get(f"{low}_quantizer_factory"),
         options=tuple(sorted(get(f"{low}_options", {}).items())),
-        **own,
+        **(of_fp8 if low == "fp8" else {}),
     )

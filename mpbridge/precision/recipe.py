@@ -1,19 +1,29 @@
-"""A named recipe and what follows from its fields."""
+"""A named recipe, and the hardware, engine and hints that follow from its fields, so that one from a file has the same metadata as a built-in one."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from mpbridge.common.errors import MpbridgeError
-from mpbridge.precision import requirements
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import DEFAULT, EngineTraits, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.resolve import resolve
 
 Factory = Callable[[], MixedPrecisionConfig]
+HINTS: Mapping[str, Callable[[PrecisionPolicy], bool]] = MappingProxyType({
+    "Adam epsilon matters more under low precision: try 1e-8 against 1e-5 (Megatron Bridge issue 1178)": lambda policy: policy.quantized,
+    "BF16 edge layers help convergence but cost speed (Megatron Bridge issues 651, 1347)": lambda policy: policy.ends is not None,
+    "keep the last layers in BF16: Llama-3-8B needed four (Megatron Bridge issue 1347)": lambda policy: policy.fp4 is not None and policy.ends is None,
+    "updates below 2**-9 of a weight are lost: raise the learning rate or choose bf16_mixed_bf16_moments instead (scripts/evidence/show_bf16_adam.py)":
+        lambda policy: policy.narrow_alone,
+})  # fmt: skip
+"""Recommended hyperparameters, each with its source -> whether they are about a policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +62,19 @@ class Recipe:
     @property
     def needs(self) -> tuple[int, int] | None:
         """Lowest CUDA compute capability that runs it natively; None: any machine, including a CPU (or unknown: `foreign`)."""
-        policy = self.policy
-        return None if policy is None else requirements.needs(policy)
+        quants = () if self.policy is None else self.policy.quants
+        return max((quant.row.hardware.low for quant in quants), default=None)
 
     @property
     def engine(self) -> str | None:
         """Its engine; None: megatron-core's."""
-        policy = self.policy
-        return self.prefers or (None if policy is None else requirements.engine_for(policy))
+        return self.prefers or (None if (policy := self.policy) is None else engine_for(policy))
 
     @property
     def hints(self) -> tuple[str, ...]:
         """Recommended hyperparameters, each with its source."""
         policy = self.policy
-        return (() if policy is None else requirements.hints(policy)) + self.advice
+        return tuple(text for text, of in HINTS.items() if policy is not None and of(policy)) + self.advice
 
 
 @functools.lru_cache(256)
@@ -74,3 +83,18 @@ def _meaning(make: Factory) -> PrecisionPolicy | None:
         return resolve(make())
     except MpbridgeError:
         return None
+
+
+def able(policy: PrecisionPolicy, engine: EngineTraits) -> bool:
+    """Whether an engine can keep such parameters and compute such GEMMs; other restrictions are rules."""
+    libraries = {quant.row.hardware.library for quant in policy.quants}
+    stored = engine.stored_weights or not policy.stored
+    wide = engine.wide_storage or not policy.mixed or policy.params is not DType.FP32
+    return wide and stored and libraries <= engine.quantizers
+
+
+def engine_for(policy: PrecisionPolicy) -> str | None:
+    """The engine that the policy requires: the first capable one if the default is not; None: the default is capable, or none is."""
+    if able(policy, traits(DEFAULT)):
+        return None
+    return next((name for name in engine_names() if able(policy, traits(name))), None)

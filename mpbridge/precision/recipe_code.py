@@ -35,9 +35,8 @@ def function(text: str) -> Any:
     module = _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
     usable = {known: value for known, value in vars(module).items() if callable(value) and not known.startswith("_")}
     # what the file defines, rather than what it imports
-    public = [known for known, value in usable.items() if getattr(value, "__module__", "") == module.__name__] or list(
-        usable
-    )
+    own = [known for known, value in usable.items() if getattr(value, "__module__", "") == module.__name__]
+    public = own or list(usable)
     if not hasattr(module, name):
         raise UnknownName(f"function in {where}", name, public)
     if not callable(found := getattr(module, name)):
@@ -56,9 +55,8 @@ def _module(where: str) -> ModuleType:
 
 def _module_from_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise RecipeError(
-            f"recipe file {path}: no such file, expected FILE.py:FUNCTION, a YAML file or a name (mpbridge list)"
-        )
+        what = "FILE.py:FUNCTION, a YAML file or a name (mpbridge list)"
+        raise RecipeError(f"recipe file {path}: no such file, expected {what}")
     name = f"mpbridge_recipe_{path.stem}_{abs(hash(path.resolve())):x}"
     if name in sys.modules:  # executed once: its @register lines must not run twice
         return sys.modules[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.recipe import Recipe
@@ -28,11 +28,8 @@ _DELAYED: RecipeFields = {
 _CURRENT: RecipeFields = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}
 _BLOCKWISE: RecipeFields = {"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": False}
 _MXFP8: RecipeFields = {
-    "fp8": "e4m3",
-    "fp8_recipe": "mxfp8",
-    "fp8_param_gather": True,
-    "reuse_grad_buf_for_mxfp8_param_ag": True,
-}
+    "fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True,
+}  # fmt: skip
 _SUPER: RecipeFields = {
     "modules": {"*.linear_qkv": "bf16", "*.linear_proj": "bf16", "*mlp.fc[12]_latent_proj": "bf16", "mtp.*": "bf16", "*mixer.out_proj": "mxfp8"},
 }  # fmt: skip
@@ -44,53 +41,31 @@ def _edges(first: int, last: int) -> RecipeFields:
     return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
 
 
-def _recipe(
-    name: str,
-    summary: str,
-    *fields: RecipeFields,
-    aliases: tuple[str, ...] = (),
-    status: Literal["validated", "experimental"] = "experimental",
-    source: str = BRIDGE,
-    prefers: str | None = None,
-) -> Recipe:
+def _recipe(name: str, summary: str, *fields: RecipeFields, source: str = BRIDGE, **more: Any) -> Recipe:
+    """A row: the later of its fields decide. more: of Recipe."""
     values: dict[str, Any] = {}
     for part in fields:
         values |= part
-    return Recipe(
-        name=name,
-        make=functools.partial(MixedPrecisionConfig, **values),
-        summary=summary,
-        aliases=aliases,
-        status=status,
-        source=source,
-        prefers=prefers,
-    )
+    make = functools.partial(MixedPrecisionConfig, **values)
+    return Recipe(name=name, make=make, summary=summary, source=source, **more)
 
 
 BUILT_IN: tuple[Recipe, ...] = (
     _recipe(
         "fp32",
         "everything in FP32: the reference",
-        {"fp32": True, "params_dtype": "fp32", "pipeline_dtype": "fp32"},
-        aliases=("32", "float32", "fp32_full", "32_true"),
-        status="validated",
-        source="the definition; Megatron Bridge has the flag but no recipe",
+        {"fp32": True, "params_dtype": "fp32", "pipeline_dtype": "fp32"}, aliases=("32", "float32", "fp32_full", "32_true"),
+        status="validated", source="the definition; Megatron Bridge has the flag but no recipe",
     ),
     _recipe(
         "bf16_mixed",
         "BF16 compute and parameters, FP32 main weights, FP32 gradient reduction",
-        _BF16,
-        aliases=("bf16", "bfloat16", "bfloat16_mixed"),
-        status="validated",
-        source=f"{BRIDGE}; scripts/quickstart.sh trains it here",
+        _BF16, aliases=("bf16", "bfloat16", "bfloat16_mixed"), status="validated", source=f"{BRIDGE}; scripts/quickstart.sh trains it here",
     ),
     _recipe(
         "fp16_mixed",
         "FP16 compute and gradients, FP32 main weights, dynamic loss scale",
-        _FP16,
-        aliases=("fp16", "16", "16_mixed", "float16", "float16_mixed"),
-        status="validated",
-        source=f"{BRIDGE}; arXiv 1710.03740",
+        _FP16, aliases=("fp16", "16", "16_mixed", "float16", "float16_mixed"), status="validated", source=f"{BRIDGE}; arXiv 1710.03740",
     ),
     _recipe(
         "bf16_with_fp8_delayed_scaling_mixed",
@@ -177,10 +152,7 @@ BUILT_IN: tuple[Recipe, ...] = (
         "full_bf16",
         "parameters, gradients and both moments in BF16, no main weights: 8 bytes per parameter, and it converges worse",
         _BF16,
-        {
-            "grad_reduce_in_fp32": False, "main_params_dtype": "bf16", "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16",
-            "exp_avg_sq_dtype": "bf16",
-        },
+        {"grad_reduce_in_fp32": False, "main_params_dtype": "bf16", "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
         aliases=("bf16_full", "bf16_true"), source="torchtitan PR 1646",
     ),
     _recipe(
@@ -201,16 +173,11 @@ BUILT_IN: tuple[Recipe, ...] = (
 
 _INERT_FP8_RECIPE = "inert with FP8 off, and copied to optimizer.fp8_recipe it silently disables the precision-aware optimizer (megatron-core optimizer_config.py:355)"
 _NO_FP4_GATHER = "megatron-core 0.16.1 has no FP4 parameter gather: no DDP field, and its distributed optimizer would size the buffer wrongly"
-
+_NO_FIELD = "no field of theirs: their performance recipe adds it as model.quant_recipe, from te_quant.cfg"
 _THEIR_NVFP4 = ("bf16_with_nvfp4_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")
 DIFFERENCES: Mapping[tuple[str, str], str] = MappingProxyType(
     {(name, "fp8_recipe"): _INERT_FP8_RECIPE for name in ("bf16_mixed", "fp16_mixed", *_THEIR_NVFP4)}
     | {(name, field): _NO_FP4_GATHER for name in _THEIR_NVFP4 for field in ("fp4_param", "fp4_param_gather")}
-    | {
-        (
-            _THEIR_NVFP4[1],
-            "modules",
-        ): "no field of theirs: their performance recipe adds it as model.quant_recipe, from te_quant.cfg"
-    }
+    | {(_THEIR_NVFP4[1], "modules"): _NO_FIELD}
 )
 """(recipe, field) -> why the value differs from Megatron Bridge's. A test compares every other value with theirs."""

@@ -187,10 +187,8 @@ def as_plain(value: Any) -> Any:
 
 def uses_later_fields(regions: tuple[Region, ...]) -> bool:
     """Whether any region uses fields that schema 1 lacks."""
-    return any(
-        region.layers is not None or region.gemms is not None or any(quant.options for quant in region.rules.distinct)
-        for region in regions
-    )
+    own = any(region.layers is not None or region.gemms is not None for region in regions)
+    return own or any(quant.options for region in regions for quant in region.rules.distinct)
 
 
 def region_from(data: Mapping[str, Any]) -> Region:

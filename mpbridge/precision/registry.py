@@ -33,7 +33,6 @@ ENTRY_POINTS = "mpbridge.recipes"
 FOREIGN = "names of another model"
 """Evidence key of a recipe whose `modules:` match the linears of that model instead of megatron-core's GPT."""
 
-
 _by_name: dict[str, Recipe] = {}
 _alias_of: dict[str, str] = {}
 _filled = False
@@ -65,7 +64,6 @@ class _Window(Mapping[str, Recipe]):
 recipes: Mapping[str, Recipe] = _Window()
 aliases: Mapping[str, str] = MappingProxyType(_alias_of)
 """Alias -> canonical name."""
-
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
@@ -145,7 +143,7 @@ def register(
 ) -> Any:
     """Decorator, bare or with options: registers a function that returns a MixedPrecisionConfig under its own or a given name.
 
-    What its fields say is not asked for: hardware, engine and hints follow from them (`precision.requirements`). engine: where several could run it; hints:
+    What its fields say is not asked for: hardware, engine and hints follow from them (`Recipe`). engine: where several could run it; hints:
     beside those. Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function, or for what cannot be called (BadValue).
     """
 
@@ -156,23 +154,11 @@ def register(
         own_name = getattr(made_by, "__name__", "")
         if not (name or own_name.isidentifier()):
             raise BadValue(f"{made_by!r} has no name of its own: register(name=...)")
-        described = (
-            summary
-            or (inspect.getdoc(made_by) or "").partition("\n")[0]
-            or f"registered by {getattr(made_by, '__module__', 'a caller')}"
-        )
+        described = summary or (inspect.getdoc(made_by) or "").partition("\n")[0]
+        described = described or f"registered by {getattr(made_by, '__module__', 'a caller')}"
         source = f"{getattr(made_by, '__module__', '?')}:{getattr(made_by, '__qualname__', '?')}"
-        _store(
-            Recipe(
-                name=key(name or own_name),
-                make=made_by,
-                aliases=tuple(map(key, aliases)),
-                summary=described,
-                prefers=engine,
-                advice=hints,
-                **{"source": source, **metadata},
-            )
-        )
+        own = {"source": source, **metadata, "aliases": tuple(map(key, aliases)), "prefers": engine, "advice": hints}
+        _store(Recipe(name=key(name or own_name), make=made_by, summary=described, **own))
         return made_by
 
     return enter if factory is None else enter(factory)
@@ -203,8 +189,7 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
     """A fresh config for a name, 'package.module:function', 'file.py:function', a YAML file, or a copy of a given config.
 
     code: False refuses functions: for configurations that came with a checkpoint. A function that a YAML file extends is refused in any case:
-    whoever names the file has not named the code.
-    """
+    whoever names the file has not named the code."""
     if isinstance(name, MixedPrecisionConfig):
         return name.derive()
     text = str(name)
@@ -212,9 +197,8 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
         return _from_yaml(file)
     if _is_place(text):
         if not code:
-            raise RecipeError(
-                f"recipe={text!r} is code that comes with this configuration: name the recipe yourself (--recipe)"
-            )
+            why = "is code that comes with this configuration: name the recipe yourself (--recipe)"
+            raise RecipeError(f"recipe={text!r} {why}")
         return call(function(text), text)
     entry = recipe(text)
     return call(entry.make, entry.name)
@@ -228,8 +212,7 @@ def resolve(
 ) -> PrecisionPolicy:
     """The policy that a config, or the recipe of that name, means: `precision.resolve.resolve`, for everything that names a recipe.
 
-    Raises what that raises, and UnknownName or RecipeError for a name.
-    """
+    Raises what that raises, and UnknownName or RecipeError for a name."""
     given = get_mixed_precision_config(config) if isinstance(config, (str, Path)) else config
     return configs.resolve(given, optimizer=optimizer, layers=layers)
 
@@ -250,26 +233,30 @@ def describe(name: str) -> Recipe:
     file = _file(name)
     if file is None and not _is_place(name):
         return recipe(name)
-    base = None if file is None else _extended(file)
+    chain = [] if file is None else list(_chain(file))
+    last = str(chain[-1].get("extends") or "") if chain else ""  # a named recipe, or a file that cannot be read
+    base = recipes[last] if last and not _is_place(last) and last in recipes else None
+    stated = next((data[ENGINE] for data in chain if data.get(ENGINE) is not None), None)
+    engine = None if stated is None else traits(str(stated)).name  # UnknownName for one that there is not
     return Recipe(
         name=name,
         make=lambda: get_mixed_precision_config(name),
         summary=f"from {name}",
         source=name,
-        prefers=_stated_engine(file) or (None if base is None else base.prefers),
+        prefers=engine or (None if base is None else base.prefers),
         advice=() if base is None else base.advice,
     )
 
 
-def _chain(path: Path | None, depth: int = 0) -> Iterator[dict[str, Any]]:
+def _chain(path: Path, depth: int = 0) -> Iterator[dict[str, Any]]:
     """The contents of a recipe file and of the files that it extends, as far as they can be read; the use of one that cannot be read says so."""
     import yaml
 
     try:
-        data = None if path is None else read_yaml(path)
+        data = read_yaml(path)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, MpbridgeError):
         return
-    if path is not None and isinstance(data, dict):
+    if isinstance(data, dict):
         yield data
         base = str(data.get("extends") or "")
         if base.endswith((".yaml", ".yml")) and depth < _DEEPEST:
@@ -278,18 +265,6 @@ def _chain(path: Path | None, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 _DEEPEST = 20
 """Files that extend each other in a chain; a circle ends there, and using one names it."""
-
-
-def _stated_engine(path: Path | None) -> str | None:
-    """The engine that a recipe file, or the nearest of the files that it extends, states. Raises UnknownName for one that there is not."""
-    stated = next((data[ENGINE] for data in _chain(path) if data.get(ENGINE) is not None), None)
-    return None if stated is None else traits(str(stated)).name
-
-
-def _extended(path: Path) -> Recipe | None:
-    """The named recipe at the end of a file's chain of `extends`; None: there is none, or a file of the chain cannot be read."""
-    base = next((str(data.get("extends") or "") for data in reversed(tuple(_chain(path)))), "")
-    return recipes[base] if base and not _is_place(base) and base in recipes else None
 
 
 def evidence_of(name: str) -> Mapping[str, Any]:
@@ -303,8 +278,7 @@ def evidence_of(name: str) -> Mapping[str, Any]:
 def model_of(name: str) -> str | None:
     """The model whose linears a recipe file's rules under `modules:` name, where it is none of megatron-core's: by the evidence of the file that wrote them.
 
-    A file that extends another has that one's rules unless it states its own.
-    """
+    A file that extends another has that one's rules unless it states its own."""
     for data in _chain(Path(name)) if name.endswith((".yaml", ".yml")) else ():
         evidence = data.get(EVIDENCE)
         if isinstance(evidence, Mapping) and evidence.get(FOREIGN):

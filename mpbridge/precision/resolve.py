@@ -23,8 +23,7 @@ def resolve(
 
     optimizer: the optimizer's section or config object; optimizer facts that the config leaves open are then read from it.
     layers: depth of the model; more BF16 edge layers than that is a fault.
-    Raises Contradiction naming every fault, BadValue for anything that is not a config.
-    """
+    Raises Contradiction naming every fault, BadValue for anything that is not a config."""
     if not isinstance(config, MixedPrecisionConfig):
         raise BadValue(
             f"resolve() got a {type(config).__name__}, expected a MixedPrecisionConfig: get_mixed_precision_config(name) makes one"
@@ -32,17 +31,10 @@ def resolve(
     values = config.stored()
     wrong = type_faults(values)
     if wrong:  # with values of the wrong type every check of two of them is meaningless
-        raise Contradiction(
-            [*wrong.values(), *choice_faults({name: value for name, value in values.items() if name not in wrong})]
-        )
-    faults = (
-        choice_faults(values)
-        + _base_faults(values)
-        + quant_faults(values)
-        + _state_faults(values)
-        + _scale_faults(values)
-        + _edge_faults(values, layers)
-    )
+        others = {name: value for name, value in values.items() if name not in wrong}
+        raise Contradiction([*wrong.values(), *choice_faults(others)])
+    checks = (choice_faults, _base_faults, quant_faults, _state_faults, _scale_faults)
+    faults = [fault for check in checks for fault in check(values)] + _edge_faults(values, layers)
     regions = module_regions(values, _base(values), faults)
     if faults:
         raise Contradiction(faults)
@@ -154,13 +146,9 @@ def _edge_faults(v: Mapping[str, Any], layers: int | None) -> list[str]:
 def _loss_scale(v: Mapping[str, Any]) -> LossScale | None:
     if not v["fp16"] and v["loss_scale"] is None:
         return None
-    return LossScale(
-        static=None if v["loss_scale"] is None else float(v["loss_scale"]),
-        initial=float(v["initial_loss_scale"]),
-        minimum=float(v["min_loss_scale"]),
-        window=float(v["loss_scale_window"]),
-        hysteresis=v["hysteresis"],
-    )
+    static = None if v["loss_scale"] is None else float(v["loss_scale"])
+    first, least, window = (float(v[name]) for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window"))
+    return LossScale(static=static, initial=first, minimum=least, window=window, hysteresis=v["hysteresis"])
 
 
 def _policy(v: Mapping[str, Any], modules: tuple[Region, ...]) -> PrecisionPolicy:

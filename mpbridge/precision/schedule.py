@@ -52,9 +52,6 @@ class Mark:
             return -int(-self.amount // tokens_per_step)
         return int(self.amount)
 
-    def __str__(self) -> str:
-        return f"{self.amount:g}" + ("%" if self.unit == "percent" else f" {self.unit}")
-
 
 class HasEnd(Protocol):
     """A stage, as config.stages has them."""
@@ -93,23 +90,18 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
     faults: list[str] = []
     start = 0
     for index, stage in enumerate(stages):
+        stop = steps
         try:
-            stop = (
-                steps
-                if stage.until is None
-                else Mark.parse(stage.until).step(steps=steps, tokens_per_step=tokens_per_step)
-            )
+            if stage.until is not None:
+                stop = Mark.parse(stage.until).step(steps=steps, tokens_per_step=tokens_per_step)
         except BadValue as error:
             faults.append(f"stage {index + 1} ({stage.recipe}): {error}")
             continue
+        ends = f"stage {index + 1} ({stage.recipe}) ends at step {stop}"
         if stop <= start and steps:
-            faults.append(
-                f"stage {index + 1} ({stage.recipe}) ends at step {stop}, but it begins after step {start}: give it a later `until`"
-            )
+            faults.append(f"{ends}, but it begins after step {start}: give it a later `until`")
         if stop > steps:
-            faults.append(
-                f"stage {index + 1} ({stage.recipe}) ends at step {stop}, after the run's last step {steps}: end it earlier, or train longer"
-            )
+            faults.append(f"{ends}, after the run's last step {steps}: end it earlier, or train longer")
         found.append(Span(index=index, start=start, stop=stop, stage=stage))
         start = max(start, stop)
     if faults:

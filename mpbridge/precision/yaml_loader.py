@@ -70,8 +70,7 @@ def _loader() -> Any:
 def _of_bounded_size(node: Any) -> Any:
     """PyYAML's composed `node`, before anything is made of it. Raises yaml.YAMLError above MOST_VALUES, and for what holds itself.
 
-    Merges (`<<`) count like every other alias: they are written out when mappings are made.
-    """
+    Merges (`<<`) count like every other alias: they are written out when mappings are made."""
     import yaml
 
     sizes: dict[int, int] = {}

@@ -18,8 +18,8 @@ from mpbridge.common.traits import DEFAULT, known
 from mpbridge.common.transformer_engine import Package, choose, played_versions, tried
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.recipe import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
-from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
 

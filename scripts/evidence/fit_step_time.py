@@ -18,7 +18,7 @@ from published import CORES, FITTED, UNUSUAL, run_of, timed
 
 from mpbridge.planning.estimate.constants import DATA, Constants, constants
 from mpbridge.planning.estimate.gemms import model_flops_per_token
-from mpbridge.planning.estimate.predict import Ideal, _band, _peak, ideal, seconds
+from mpbridge.planning.estimate.predict import Ideal, _band, ideal, seconds
 
 SPREAD = 0.05
 """Relative error above which a row counts linearly instead of quadratically."""
@@ -37,7 +37,8 @@ class Row:
         self.made: Ideal = ideal(run.policy, run.facts, run.facts.machine)
         self.published = 1 / row["tokens"]
         self.flops = model_flops_per_token(run.facts.shape, run.facts.model)
-        self.peak = _peak(run.policy, run.facts.machine)
+        where = run.facts.machine
+        self.peak = where.flops(run.policy.narrowest) or where.flops("bf16") or 0.0
         self.group = (row["model"], row["machine"])
 
     def predicted(self, using: Constants) -> float:

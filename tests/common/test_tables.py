@@ -12,8 +12,6 @@ from rich.console import Console
 import mpbridge
 from mpbridge.cli.main import main
 from mpbridge.common.tables import Column, Table, facts, size, table, unit_for
-from mpbridge.precision.registry import get_mixed_precision_config
-from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.plan import plan
 
 PACKAGE = Path(next(iter(mpbridge.__path__)))
@@ -63,14 +61,8 @@ def test_every_form_shows_the_same_cells() -> None:
 
 
 def test_every_write_of_a_plan_has_a_row_and_overrides_say_how_to_keep_the_value() -> None:
-    policy = resolve(get_mixed_precision_config("bf16_mixed"))
-    wanted = plan(
-        policy,
-        model={},
-        optimizer={},
-        ddp={"grad_reduce_in_fp32": False},
-        origin={"ddp.grad_reduce_in_fp32": "the command line"},
-    )
+    origin = {"ddp.grad_reduce_in_fp32": "the command line"}
+    wanted = plan("bf16_mixed", model={}, optimizer={}, ddp={"grad_reduce_in_fp32": False}, origin=origin)
     lines = rich(wanted.table(), 150)
     assert all(write.name in "\n".join(lines) for write in wanted.writes)
     (row,) = [line for line in lines if line.strip().startswith("ddp.grad_reduce_in_fp32")]

@@ -16,9 +16,7 @@ from mpbridge.common import versions
 def test_every_installed_package_has_the_version_that_importlib_finds() -> None:
     names = {str(one.metadata["Name"]) for one in importlib.metadata.distributions()}
     assert len(names) > 20
-    assert {name: versions.version(name) for name in names} == {
-        name: importlib.metadata.version(name) for name in names
-    }
+    assert {name: versions.version(name) for name in names} == {name: importlib.metadata.version(name) for name in names}  # fmt: skip
     assert versions.version("no-such-package") is None
 
 
@@ -36,9 +34,7 @@ def package(place: Path, folder: str, version: str = "1.5") -> Path:
     return info
 
 
-@pytest.mark.parametrize(
-    "folder", ["some_package-1.5.dist-info", "Some.Package-1.5.dist-info", "some_package.dist-info"]
-)
+@pytest.mark.parametrize("folder", ["some_package-1.5.dist-info", "Some.Package-1.5.dist-info", "some_package.dist-info"])  # fmt: skip
 @pytest.mark.parametrize("asked", ["some-package", "Some_Package", "some.package"])
 def test_names_are_compared_as_importlib_does(place: Path, folder: str, asked: str) -> None:
     package(place, folder)

@@ -69,14 +69,9 @@ def test_second_moments_stand_still_as_often_as_casts_say(kind: DType, beta2: fl
     v = stored(torch.exp2(torch.rand(N, generator=generator)), kind)
     gradient = torch.randn(N, generator=generator) * v.sqrt()
     after = stored(beta2 * v + (1 - beta2) * gradient.square(), kind)
-    assert (
-        close(float((after == v).double().mean()), closed_forms.second_moment_stalls(kind, beta2))
-        or kind is DType.UINT8
-    )
+    still, law = float((after == v).double().mean()), closed_forms.second_moment_stalls(kind, beta2)
     # E4M3's mantissas of a rounded uniform logarithm are few, so the mean over a continuous one is coarser
-    assert float((after == v).double().mean()) == pytest.approx(
-        closed_forms.second_moment_stalls(kind, beta2), abs=0.04
-    )
+    assert abs(still - law) < 0.04 if kind is DType.UINT8 else close(still, law)
 
 
 @pytest.mark.parametrize("kind", [DType.BF16, DType.FP16])
@@ -165,12 +160,9 @@ def test_only_a_run_that_loses_updates_is_told_so() -> None:
     assert lost_line(mixed, trained()) is None
     assert "second moment" in sentence(full, trained())
     assert sentence(mixed, trained()) == ""
-    where = {(row.where, row.quantity) for row in optimizer_rows(full, trained(micro_batches=8, weight_decay=0.1))}
-    assert {
-        ("bf16 weights", "weight decay lost"),
-        ("bf16 gradient buffer", "sum bits"),
-        ("bf16 second moment", "stands still"),
-    } <= where
+    found = {(row.where, row.quantity) for row in optimizer_rows(full, trained(micro_batches=8, weight_decay=0.1))}
+    wanted = {"weights": "weight decay lost", "gradient buffer": "sum bits", "second moment": "stands still"}
+    assert found >= {(f"bf16 {where}", quantity) for where, quantity in wanted.items()}
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,7 @@ NATIVE = {
     "A100": FAMILIES[:1], "L4": FAMILIES[:3], "H100": FAMILIES[:4], "B200": FAMILIES, "B300": FAMILIES,
     "RTX 5090": (*FAMILIES[:4], "nvfp4"), "CPU": FAMILIES[:1],
 }  # fmt: skip
-MATRIX = {
-    gpu: {name: "native" if name in native else "emulated" for name in FAMILIES} for gpu, native in NATIVE.items()
-}
+MATRIX = {gpu: dict.fromkeys(FAMILIES, "emulated") | dict.fromkeys(native, "native") for gpu, native in NATIVE.items()}
 MATRIX["CPU"]["fp16"] = "native"
 MATRIX["V100"] = {"bf16": "no", "fp8_cs": "no", "fp16": "native", "fp32": "native"}
 
@@ -78,18 +76,12 @@ def test_sm120_is_reported_and_unproven():
     assert can_run(policy("nvfp4"), machine("gb200"), TE_211).proven
 
 
-@pytest.mark.parametrize(
-    ("name", "gpu", "te", "nearest"),
-    [
-        ("mxfp8", "h100", "2.11.0", "bf16_with_fp8_subchannel_scaling_mixed"),
-        ("nvfp4", "b200", "2.6.0", "bf16_with_mxfp8_mixed"),
-        ("mxfp8", "rtx5090", "2.11.0", "bf16_with_fp8_subchannel_scaling_mixed"),
-        ("fp8_ds", "h100", None, "bf16_mixed"),
-        ("fp16_with_mxfp8_mixed", "h200", "2.11.0", "fp16_with_fp8_subchannel_scaling_mixed"),
-        ("bf16", "v100", "2.11.0", "fp16_mixed"),
-        ("bf16", "h100", "2.11.0", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "gpu", "te", "nearest"), [
+    ("mxfp8", "h100", "2.11.0", "bf16_with_fp8_subchannel_scaling_mixed"), ("nvfp4", "b200", "2.6.0", "bf16_with_mxfp8_mixed"),
+    ("mxfp8", "rtx5090", "2.11.0", "bf16_with_fp8_subchannel_scaling_mixed"), ("fp8_ds", "h100", None, "bf16_mixed"),
+    ("fp16_with_mxfp8_mixed", "h200", "2.11.0", "fp16_with_fp8_subchannel_scaling_mixed"),
+    ("bf16", "v100", "2.11.0", "fp16_mixed"), ("bf16", "h100", "2.11.0", None),
+])  # fmt: skip
 def test_nearest_legal_recipe(name, gpu, te, nearest):
     answer = can_run(policy(name), machine(gpu), Versions(transformer_engine=te, cuda="12.9"))
     assert answer.nearest == nearest
@@ -117,12 +109,9 @@ def test_fp8_attention_needs_hopper():
 
 
 def test_ada_needs_its_cublaslt():
-    assert not can_run(
-        policy("fp8_cs"), machine("l4"), Versions(transformer_engine="2.11.0", cuda="12.9", cublaslt="12.1.1")
-    ).native
-    assert can_run(
-        policy("fp8_cs"), machine("l4"), Versions(transformer_engine="2.11.0", cuda="12.9", cublaslt="12.1.3.1")
-    ).native
+    for cublaslt, native in (("12.1.1", False), ("12.1.3.1", True)):
+        versions = Versions(transformer_engine="2.11.0", cuda="12.9", cublaslt=cublaslt)
+        assert can_run(policy("fp8_cs"), machine("l4"), versions).native is native
 
 
 def test_refusal_is_one_paragraph_with_the_way_out():
@@ -137,11 +126,9 @@ def test_refusal_is_one_paragraph_with_the_way_out():
 
 
 def test_a_played_machine_that_cannot_run_a_recipe_names_one_that_can():
-    for name, target in (("mxfp8", "b200"), ("nvfp4", "b200")):
-        with (
-            probe.playing(machine("h100"), ASSUMED),
-            pytest.raises(Refused, match=f"--target {target} plays a machine that does"),
-        ):
+    said = "--target b200 plays a machine that does"
+    for name in ("mxfp8", "nvfp4"):
+        with probe.playing(machine("h100"), ASSUMED), pytest.raises(Refused, match=said):
             refuse_unless_native(policy(name), machine("h100"), ASSUMED)
 
 
@@ -159,9 +146,8 @@ def test_driver_names_find_their_row(product, name):
 
 
 def test_a_driver_report_outranks_the_table(monkeypatch):
-    monkeypatch.setattr(
-        probe, "_nvidia_smi", lambda *a: "NVIDIA H200, 143771, 9.0\nNVIDIA Weird 1, [N/A], 10.0\ngarbage\n"
-    )
+    report = "NVIDIA H200, 143771, 9.0\nNVIDIA Weird 1, [N/A], 10.0\ngarbage\n"
+    monkeypatch.setattr(probe, "_nvidia_smi", lambda *a: report)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     first, second = probe.gpus.__wrapped__()
     assert (first.name, first.arch, first.memory_bytes) == ("H200", (9, 0), 143771 * 2**20)
@@ -181,12 +167,10 @@ def test_probing_finds_what_is_installed_without_importing_it():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     import torch
 
+    found, core, loaded = done.stdout.split()
     # a wheel's metadata need not have the local part
-    assert [done.stdout.split()[0].partition("+")[0], *done.stdout.split()[1:]] == [
-        torch.__version__.partition("+")[0],
-        "0.16.1",
-        "[]",
-    ]
+    assert found.partition("+")[0] == torch.__version__.partition("+")[0]
+    assert (core, loaded) == ("0.16.1", "[]")
     assert probe.installed().cuda == torch.version.cuda
 
 
@@ -232,7 +216,6 @@ def test_an_option_of_a_recipe_needs_the_release_that_brought_it(installed: str,
     config = MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_options={"four_over_six": "weights"})
     versions = dataclasses.replace(ASSUMED, transformer_engine=installed)
     answer = can_run(resolve(config), machine("b200"), versions)
+    said = f"four_over_six of NVFP4 needs Transformer Engine 2.17 or later, found {installed}"
     assert answer.native is native
-    assert (
-        native or f"four_over_six of NVFP4 needs Transformer Engine 2.17 or later, found {installed}" in answer.reason
-    )
+    assert native or said in answer.reason

@@ -94,10 +94,8 @@ def test_comparing_printing_and_dumping_load_no_torch() -> None:
 
 
 def test_repr_shows_what_differs_from_the_defaults() -> None:
-    assert (
-        repr(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16))
-        == "MixedPrecisionConfig(bf16=True, params_dtype=bf16)"
-    )
+    shown = repr(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16))
+    assert shown == "MixedPrecisionConfig(bf16=True, params_dtype=bf16)"
 
 
 def test_first_last_layers_alone_means_one_layer_at_each_end() -> None:
@@ -108,11 +106,9 @@ def test_first_last_layers_alone_means_one_layer_at_each_end() -> None:
 
 
 _VALUES: dict[str, Any] = {
-    "bool": st.booleans(),
-    "int": st.integers(0, 9),
-    "float": st.floats(1, 1e6),
+    "bool": st.booleans(), "int": st.integers(0, 9), "float": st.floats(1, 1e6),
     "str": st.sampled_from(["e4m3", "mxfp8", "fp32"]),
-}
+}  # fmt: skip
 
 
 @settings(deadline=None)

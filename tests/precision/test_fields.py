@@ -25,11 +25,9 @@ def test_rows_name_conditions_and_facts_that_exist() -> None:
 
 
 OTHER = {
-    "DTypeField": [DType.FP32, DType.BF16, DType.UINT8],
-    "bool": [True, False],
-    "bool | None": [True, False],
+    "DTypeField": [DType.FP32, DType.BF16, DType.UINT8], "bool": [True, False], "bool | None": [True, False],
     "tuple[str, ...] | None": [("*norm*",)],
-}
+}  # fmt: skip
 BASES = {
     "bf16": {"bf16": True}, "aware": {"bf16": True, "use_precision_aware_optimizer": True}, "narrow": {"bf16": True, "use_precision_aware_optimizer": True, "grad_reduce_in_fp32": False},
     "fp8": {"bf16": True, "fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, "grad_reduce_in_fp32": False},
@@ -42,10 +40,8 @@ def test_what_changes_only_what_is_kept_is_a_state(name: str) -> None:
 
     def kept(config: MixedPrecisionConfig) -> tuple[object, object]:
         policy = resolve(config)
-        rows = {
-            role: (held.dtype, held.owner)
-            for role, held in keeps(policy, traits("mcore"), OptimizerFacts(distributed=True)).items()
-        }
+        tensors = keeps(policy, traits("mcore"), OptimizerFacts(distributed=True))
+        rows = {role: (held.dtype, held.owner) for role, held in tensors.items()}
         return rows, (policy.compute, policy.regions, policy.output, policy.autocast)
 
     base = MixedPrecisionConfig(**BASES[name])

@@ -1,8 +1,7 @@
 """What users of Megatron Bridge have in their scripts runs here with the import path changed, and means what its guide says.
 
 The calls follow the examples of its mixed-precision guide (Custom Mixed Precision Configuration, FP8 Recipe Examples, Custom FP8 Configuration,
-Registering Custom Mixed Precision Recipes, Configuration Synchronization); read 2026-08.
-"""
+Registering Custom Mixed Precision Recipes, Configuration Synchronization); read 2026-08."""
 
 from __future__ import annotations
 
@@ -26,12 +25,8 @@ def resolved(mixed_precision: Any, **sections: Any) -> Run:
 
 def test_a_custom_bf16_configuration() -> None:
     bf16_config = MixedPrecisionConfig(
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        autocast_enabled=False,
-        grad_reduce_in_fp32=True,
-    )
+        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, autocast_enabled=False, grad_reduce_in_fp32=True,
+    )  # fmt: skip
     assert bf16_config.params_dtype is torch.bfloat16
     assert resolved(bf16_config).policy == resolved("bf16_mixed").policy
 
@@ -67,14 +62,10 @@ def test_the_recipe_takes_precedence_over_what_was_set_on_the_configs(live: bool
 
 
 def test_fp8_parameters_have_the_names_and_the_defaults_that_the_guide_lists() -> None:
-    plain = MixedPrecisionConfig()
-    assert (
-        plain.fp8,
-        plain.first_last_layers_bf16,
-        plain.fp8_margin,
-        plain.fp8_amax_history_len,
-        plain.fp8_amax_compute_algo,
-    ) == (None, False, 0, 1, "most_recent")
+    plain = {
+        "fp8": None, "first_last_layers_bf16": False, "fp8_margin": 0, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent",
+    }  # fmt: skip
+    assert {name: getattr(MixedPrecisionConfig(), name) for name in plain} == plain
     meant = resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid")).fp8
     assert meant is not None
     assert (meant.scaling, meant.stored) == ("tensorwise", False)

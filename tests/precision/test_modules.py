@@ -54,19 +54,10 @@ def test_what_is_new_is_written_as_schema_2_and_read_back() -> None:
 
 
 # --- layers ------------------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("said", "covered"),
-    [
-        (3, [3]),
-        ("2-4", [2, 3, 4]),
-        ("-1", [7]),
-        (-2, [6]),
-        ("first 2", [0, 1]),
-        ("last 2", [6, 7]),
-        ([0, "3-4", "last 1"], [0, 3, 4, 7]),
-        ("0, 5 to -2", [0, 5, 6]),
-    ],
-)
+@pytest.mark.parametrize(("said", "covered"), [
+    (3, [3]), ("2-4", [2, 3, 4]), ("-1", [7]), (-2, [6]), ("first 2", [0, 1]), ("last 2", [6, 7]),
+    ([0, "3-4", "last 1"], [0, 3, 4, 7]), ("0, 5 to -2", [0, 5, 6]),
+])  # fmt: skip
 def test_layers_are_counted_from_either_end(said: Any, covered: list[int]) -> None:
     region = Region(layers=layer_spans(said))
     assert [layer for layer in range(8) if region.covers("mlp.linear_fc1", layer, 8)] == covered
@@ -114,13 +105,7 @@ def test_an_expert_goes_by_the_grouped_name_too() -> None:
 @pytest.mark.parametrize("layer", [3, 13])
 def test_what_remains_of_a_glob_below_a_layer_matches_the_same_paths(glob: str, layer: int) -> None:
     stem = f"decoder.layers.{layer}."
-    for module in (
-        "mlp.linear_fc1",
-        "self_attention.linear_qkv",
-        "linear_fc1",
-        "mlp.experts.linear_fc1",
-        "3.mlp.linear_fbc1",
-    ):
+    for module in ("mlp.linear_fc1", "self_attention.linear_qkv", "linear_fc1", "mlp.experts.linear_fc1", "3.mlp.linear_fbc1"):  # fmt: skip
         whole = fnmatch.fnmatchcase(stem + module, glob)
         assert any(fnmatch.fnmatchcase(module, rest) for rest in below(glob, stem)) == whole, (glob, module)
 
@@ -195,16 +180,12 @@ def test_rules_that_decide_nothing_are_found(modules: dict[str, Any], dead: tupl
 
 
 def test_a_shadowed_rule_is_refused_with_the_rule_that_comes_first_and_the_cure() -> None:
-    with pytest.raises(
-        Refused,
-        match=r"mlp\.linear_fc1 never decides: mlp\.\* comes first\..*move the narrower rule above the broader one",
-    ):
+    said = r"mlp\.linear_fc1 never decides: mlp\.\* comes first\..*move the narrower rule above the broader one"
+    with pytest.raises(Refused, match=said):
         refuse_idle_rules(policy({"mlp.*": "mxfp8", "mlp.linear_fc1": "bf16"}), SHAPE, depth=4)
     edges = policy({"mlp.*": FP8, "decoder.layers.0.*": "mxfp8"}, first_last_layers_bf16=True)
-    with pytest.raises(
-        Refused,
-        match=r"decoder\.layers\.0\.\* never decides: linears of the first and last layers \(first_last_layers_bf16\) comes first",
-    ):
+    first = r"linears of the first and last layers \(first_last_layers_bf16\) comes first"
+    with pytest.raises(Refused, match=rf"decoder\.layers\.0\.\* never decides: {first}"):
         refuse_idle_rules(edges, SHAPE, depth=4)
 
 
@@ -221,17 +202,14 @@ def test_layers_outside_of_the_model_are_refused_with_its_depth(said: Any) -> No
 def test_what_each_linear_gets_is_listed_as_the_first_match_has_it() -> None:
     made = policy({"mlp.*": {"layers": "1-2", "precision": "mxfp8"}, "mlp.linear_fc1": "tensorwise"})
     rows = [row for row in linear_rules(made, *any_gpt(4)) if row[0].startswith(("mlp.linear_fc1", "all"))]
-    assert rows == [
-        ("mlp.linear_fc1 of layers 0, 3", "e4m3, tensorwise scaling"),
-        ("mlp.linear_fc1 of layers 1-2", "e4m3, mxfp8 scaling"),
-        ("all other linears", "not quantized"),
-    ]
+    fc1 = [("layers 0, 3", "e4m3, tensorwise scaling"), ("layers 1-2", "e4m3, mxfp8 scaling")]
+    wanted = [(f"mlp.linear_fc1 of {layers}", said) for layers, said in fc1]
+    assert rows == [*wanted, ("all other linears", "not quantized")]
 
 
 def test_a_dead_pattern_is_refused_with_the_names_that_there_are() -> None:
-    with pytest.raises(
-        Refused, match=r"matches mlp\.linear_fc3 in `modules` \(linears: .*mlp\.linear_fc1.*mtp\.layers\.0"
-    ):
+    said = r"matches mlp\.linear_fc3 in `modules` \(linears: .*mlp\.linear_fc1.*mtp\.layers\.0"
+    with pytest.raises(Refused, match=said):
         refuse_idle_rules(policy({"mlp.linear_fc3": "mxfp8"}), SHAPE, depth=4)
     # for no model in particular: experts, latent attention and any layer are alive, a misspelled name is not
     alive = policy({"mlp.experts.*": "mxfp8", "*.linear_q_up_proj": "mxfp8", "mlp.*": {"layers": 77, **FP8}})

@@ -46,10 +46,8 @@ def test_a_fingerprint_writes_every_field_and_a_schema() -> None:
 
 
 def test_two_configs_that_mean_the_same_have_one_fingerprint() -> None:
-    short, long = (
-        MixedPrecisionConfig(bf16=True),
-        MixedPrecisionConfig(bf16=True, params_dtype="bf16", pipeline_dtype="bf16", fp8_recipe="delayed"),
-    )
+    short = MixedPrecisionConfig(bf16=True)
+    long = MixedPrecisionConfig(bf16=True, params_dtype="bf16", pipeline_dtype="bf16", fp8_recipe="delayed")
     assert short != long
     assert resolve(short).fingerprint() == resolve(long).fingerprint()
 
@@ -68,25 +66,19 @@ def test_the_first_region_that_covers_a_module_decides() -> None:
     other = Quant(format="e4m3", scaling="mxfp8")
     regions = (Region(modules="mlp.linear_fc2"), Region(modules="mlp.*", first=1, quant=other), Region(quant=FP8))
     policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=regions)
-    assert [
-        policy.at(module, layer, 4)
-        for module, layer in (("mlp.linear_fc2", 0), ("mlp.linear_fc1", 0), ("mlp.linear_fc1", 1))
-    ] == [None, other, FP8]
+    linears = (("mlp.linear_fc2", 0), ("mlp.linear_fc1", 0), ("mlp.linear_fc1", 1))
+    assert [policy.at(module, layer, 4) for module, layer in linears] == [None, other, FP8]
     assert policy.quants == (other, FP8)
     assert policy.module_regions == regions[:2]
 
 
 def test_16_bit_parameters_alone_are_one_question_whether_stated_or_resolved() -> None:
-    alone = {name for name, policy in POLICIES.items() if policy.narrow_alone}
-    assert alone == {
-        name
-        for name, policy in POLICIES.items()
-        if policy.main_params in (DType.BF16, DType.FP16) and policy.params is policy.main_params
-    }
+    for policy in POLICIES.values():
+        stated = policy.main_params in (DType.BF16, DType.FP16) and policy.params is policy.main_params
+        assert policy.narrow_alone is stated
     # weights at rest in FP8 have no 16-bit parameters that could be their own main weights: FusedAdam is asked for
-    stored = MixedPrecisionConfig(
-        bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_param=True, main_params_dtype="bf16"
-    )
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param": True}
+    stored = MixedPrecisionConfig(bf16=True, main_params_dtype="bf16", **fp8)
     assert not resolve(stored).narrow_alone
     assert resolve(stored).precision_aware is True
     assert resolve(stored.derive(fp8_param=False)).narrow_alone
@@ -94,16 +86,14 @@ def test_16_bit_parameters_alone_are_one_question_whether_stated_or_resolved() -
 
 
 def test_settling_fills_what_is_open_and_changes_nothing_that_is_stated() -> None:
-    settled = POLICIES["bf16_mixed"].settled(
-        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "store_param_remainders": False}
-    )
+    section = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "store_param_remainders": False}
+    settled = POLICIES["bf16_mixed"].settled(section)
     assert (settled.precision_aware, settled.exp_avg, settled.remainders) == (True, DType.BF16, False)
     assert settled.settled({"exp_avg_dtype": "fp16"}) == settled
     # megatron-core reads the state dtypes only under a precision-aware optimizer
     assert POLICIES["bf16_mixed"].settled({"exp_avg_dtype": "bf16"}).exp_avg is DType.FP32
-    stated = POLICIES["bf16_mixed_bf16_moments"].settled(
-        {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp16"}
-    )
+    section = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp16"}
+    stated = POLICIES["bf16_mixed_bf16_moments"].settled(section)
     assert (stated.precision_aware, stated.exp_avg) == (True, DType.BF16)
 
 

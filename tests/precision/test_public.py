@@ -13,28 +13,10 @@ import mpbridge
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
-    "ConfigContainer",
-    "MixedPrecisionConfig",
-    "MpbridgeError",
-    "Plan",
-    "PrecisionPolicy",
-    "Receipt",
-    "Run",
-    "__version__",
-    "apply",
-    "build",
-    "emulate",
-    "get_mixed_precision_config",
-    "plan",
-    "pretrain",
-    "recipes",
-    "register",
-    "resolve",
-    "transformer_engine_on_cpu",
-    "tune_module",
-    "witness",
-    "wrap",
-}
+    "ConfigContainer", "MixedPrecisionConfig", "MpbridgeError", "Plan", "PrecisionPolicy", "Receipt", "Run", "__version__",
+    "apply", "build", "emulate", "get_mixed_precision_config", "plan", "pretrain", "recipes", "register", "resolve",
+    "transformer_engine_on_cpu", "tune_module", "witness", "wrap",
+}  # fmt: skip
 
 
 def test_the_public_names_are_those_promised() -> None:
@@ -48,9 +30,8 @@ def test_the_public_names_are_those_promised() -> None:
 
 def test_what_the_pages_import_is_public() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
-    imported = {
-        name.strip() for line in re.findall(r"^from mpbridge import (.+)$", text, re.M) for name in line.split(",")
-    }
+    lines = re.findall(r"^from mpbridge import (.+)$", text, re.M)
+    imported = {name.strip() for line in lines for name in line.split(",")}
     assert {"ConfigContainer", "pretrain", "apply"} <= imported <= NAMES
 
 
@@ -79,7 +60,6 @@ ConfigContainer(model={"num_layer": 4})  # error: Argument "model"
 ConfigContainer(modell={})  # error: Unexpected keyword argument "modell"
 """
 
-
 WITHOUT = """
 [[tool.mypy.overrides]]
 module = ["torch.*", "numpy.*", "rich.*"]
@@ -98,11 +78,8 @@ def test_mypy_knows_every_name_and_refuses_unknown_ones(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=840, check=False,
     )  # fmt: skip
     found = dict(re.findall(r"snippet\.py:(\d+): error: (.*)", done.stdout))
-    wanted = {
-        str(number): line.partition("# error: ")[2]
-        for number, line in enumerate(SNIPPET.splitlines(), start=1)
-        if "# error: " in line
-    }
+    parts = [line.partition("# error: ") for line in SNIPPET.splitlines()]
+    wanted = {str(number): text for number, (_, mark, text) in enumerate(parts, start=1) if mark}
     assert found.keys() == wanted.keys(), done.stdout + done.stderr
     for number, text in wanted.items():
         assert found[number].startswith(text)

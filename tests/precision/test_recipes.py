@@ -23,10 +23,8 @@ DERIVED = {
 
 
 def ours(name: str) -> dict[str, Any]:
-    return {
-        field: value.value if isinstance(value, DType) else value
-        for field, value in get_mixed_precision_config(name).stored().items()
-    }
+    stored = get_mixed_precision_config(name).stored()
+    return {field: value.value if isinstance(value, DType) else value for field, value in stored.items()}
 
 
 def meant(field: str, value: Any) -> Any:
@@ -82,12 +80,8 @@ def test_a_recipes_need_is_what_the_capability_asks_for() -> None:
 
 def test_a_recipes_name_says_what_it_does() -> None:
     words = {
-        "mxfp8": "mxfp8",
-        "delayed": "delayed",
-        "subchannel": "blockwise",
-        "current": "tensorwise",
-        "nvfp4": "nvfp4",
-    }
+        "mxfp8": "mxfp8", "delayed": "delayed", "subchannel": "blockwise", "current": "tensorwise", "nvfp4": "nvfp4",
+    }  # fmt: skip
     for entry in BUILT_IN:
         policy = resolve(entry.make())
         for word, scaling in words.items():
@@ -109,25 +103,14 @@ def test_every_field_of_every_recipe_is_pinned() -> None:
 
 def dump(data: dict[str, Any]) -> str:
     """JSON with one recipe a line."""
-    lines = ["{", f' "made_by": {json.dumps(data["made_by"])},', ' "reference": {']
     reference = data["reference"]
-    lines += [
-        f'  "source": {json.dumps(reference["source"])},',
-        f'  "class_defaults": {json.dumps(reference["class_defaults"])},',
-        '  "recipes": {',
-    ]
-    lines += [
-        ",\n".join(f"   {json.dumps(name)}: {json.dumps(values)}" for name, values in reference["recipes"].items()),
-        "  }",
-        " },",
-        ' "recipes": {',
-    ]
-    lines += [
-        ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in data["recipes"].items()),
-        " }",
-        "}",
-    ]
-    return "\n".join(lines) + "\n"
+    theirs, mine = (
+        ",\n".join(f"{indent}{json.dumps(name)}: {json.dumps(values)}" for name, values in rows.items())
+        for indent, rows in (("   ", reference["recipes"]), ("  ", data["recipes"]))
+    )
+    source, defaults = (f'  "{key}": {json.dumps(reference[key])},' for key in ("source", "class_defaults"))
+    lines = ["{", f' "made_by": {json.dumps(data["made_by"])},', ' "reference": {', source, defaults, '  "recipes": {']
+    return "\n".join([*lines, theirs, "  }", " },", ' "recipes": {', mine, " }", "}", ""])
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ def _as_before() -> Iterator[None]:
 
 @pytest.mark.parametrize("spelling", ["bf16_mixed", "bf16-mixed", "BF16-Mixed", " bf16_mixed ", "bf16", "bfloat16"])
 def test_a_name_is_found_in_any_spelling_and_by_its_aliases(spelling: str) -> None:
-    assert get_mixed_precision_config(spelling) == MixedPrecisionConfig(
-        bf16=True, params_dtype="bf16", pipeline_dtype="bf16"
-    )
+    wanted = MixedPrecisionConfig(bf16=True, params_dtype="bf16", pipeline_dtype="bf16")
+    assert get_mixed_precision_config(spelling) == wanted
     assert spelling in recipes
     assert recipes[spelling].name == "bf16_mixed"
 
@@ -78,15 +77,9 @@ def test_register_bare_and_with_options() -> None:
         """What it is for."""
         return MixedPrecisionConfig(bf16=True)
 
-    @register(
-        name="My-Other",
-        aliases=("mine_too",),
-        summary="s",
-        status="validated",
-        source="a paper",
-        engine="fsdp2",
-        hints=("h",),
-    )
+    said = {"summary": "s", "status": "validated", "source": "a paper", "engine": "fsdp2", "hints": ("h",)}
+
+    @register(name="My-Other", aliases=("mine_too",), **said)  # type: ignore[call-overload, untyped-decorator]
     def whatever() -> MixedPrecisionConfig:
         return MixedPrecisionConfig(fp16=True)
 
@@ -94,23 +87,14 @@ def test_register_bare_and_with_options() -> None:
     assert recipes["my_bare_recipe"].summary == "What it is for."
     assert "test_registry" in recipes["my_bare_recipe"].source
     assert get_mixed_precision_config("MINE-TOO").fp16 is True
-    other = recipes["my_other"]
-    assert (other.status, other.source, other.engine, other.hints, other.summary) == (
-        "validated",
-        "a paper",
-        "fsdp2",
-        ("h",),
-        "s",
-    )
+    assert {name: getattr(recipes["my_other"], name) for name in said} == said
     assert my_bare_recipe().bf16 is True  # the decorator gives the function back
     assert whatever().fp16 is True
     registry.unregister("my_other")
     assert "mine_too" not in recipes
 
 
-@pytest.mark.parametrize(
-    "names", [{"name": "bf16_mixed"}, {"name": "bf16"}, {"name": "new_one", "aliases": ("16-mixed",)}]
-)
+@pytest.mark.parametrize("names", [{"name": "bf16_mixed"}, {"name": "bf16"}, {"name": "new_one", "aliases": ("16-mixed",)}])  # fmt: skip
 def test_a_taken_name_or_alias_is_refused_and_nothing_is_stored(names: dict[str, object]) -> None:
     before = list(recipes)
     with pytest.raises(DuplicateName, match="already exists"):
@@ -144,20 +128,20 @@ def test_a_file_of_functions_asks_which_one(tmp_path: Path) -> None:
         get_mixed_precision_config(str(tmp_path / "mine.py"))
 
 
-@pytest.mark.parametrize(
-    ("named", "code", "said"),
-    [
-        ("evil.py:run", False, "is code that comes with this configuration"),
-        ("evil.yaml", False, r"evil\.yaml extends code, .*evil\.py:run"),
-        ("evil.yaml", True, r"name it yourself \(--recipe .*evil\.py:run\)"),
-        ("more.yaml", True, r"evil\.yaml extends code"),
-    ],
-)
-def test_a_file_cannot_make_code_run_and_a_name_only_where_code_may(
-    tmp_path: Path, named: str, code: bool, said: str
-) -> None:
-    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    (tmp_path / "evil.yaml").write_text(f"extends: {tmp_path / 'evil.py'}:run\n")
+def evil(folder: Path) -> str:
+    """A file that extends code."""
+    (folder / "evil.py").write_text("raise SystemExit('it ran')")
+    (folder / "evil.yaml").write_text(f"extends: {folder / 'evil.py'}:run\n")
+    return str(folder / "evil.yaml")
+
+
+@pytest.mark.parametrize(("named", "code", "said"), [
+    ("evil.py:run", False, "is code that comes with this configuration"),
+    ("evil.yaml", False, r"evil\.yaml extends code, .*evil\.py:run"),
+    ("evil.yaml", True, r"name it yourself \(--recipe .*evil\.py:run\)"), ("more.yaml", True, r"evil\.yaml extends code"),
+])  # fmt: skip
+def test_a_file_runs_no_code_and_a_name_only_where_code_may(tmp_path: Path, named: str, code: bool, said: str) -> None:
+    evil(tmp_path)
     (tmp_path / "more.yaml").write_text("extends: evil.yaml\n")
     (tmp_path / "good.yaml").write_text("extends: bf16_mixed\n")
     with pytest.raises(RecipeError, match=said):
@@ -168,10 +152,9 @@ def test_a_file_cannot_make_code_run_and_a_name_only_where_code_may(
 def test_a_recipe_file_on_the_command_line_does_not_run_what_it_extends(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     from mpbridge.cli.main import main
 
-    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    (tmp_path / "evil.yaml").write_text(f"extends: {tmp_path / 'evil.py'}:run\n")
+    path = evil(tmp_path)
     for words in (["show"], ["check", "--recipe"], ["plan", "--recipe"], ["train", "--recipe"]):
-        assert main([*words, str(tmp_path / "evil.yaml")]) in (1, 2)
+        assert main([*words, path]) in (1, 2)
         said = capsys.readouterr().err
         assert "extends code" in said
         assert "it ran" not in said
@@ -201,9 +184,8 @@ def test_an_exception_inside_a_factory_is_never_an_unknown_name(fault: Exception
 
 def test_a_config_that_a_factory_misspells_is_the_factorys_fault() -> None:
     register(name="misspells")(lambda: MixedPrecisionConfig().derive(bf61=True))
-    with pytest.raises(
-        RecipeError, match=r"recipe 'misspells' failed: no field of MixedPrecisionConfig named 'bf61' .nearest: bf16"
-    ):
+    said = r"recipe 'misspells' failed: no field of MixedPrecisionConfig named 'bf61' .nearest: bf16"
+    with pytest.raises(RecipeError, match=said):
         get_mixed_precision_config("misspells")
 
 
@@ -225,10 +207,8 @@ def test_file_and_function(tmp_path: Path) -> None:
         "from mpbridge import MixedPrecisionConfig, register\n@register\ndef from_a_file():\n    return MixedPrecisionConfig(fp16=True)\n"
         "def bad():\n    return {}['bf16']\n"
     )
-    assert get_mixed_precision_config(f"{path}:from_a_file").fp16 is True
-    assert (
-        get_mixed_precision_config(f"{path}:from_a_file").fp16 is True
-    )  # the file runs once: its @register would fail the second time
+    for _ in range(2):  # the file runs once: its @register would fail the second time
+        assert get_mixed_precision_config(f"{path}:from_a_file").fp16 is True
     assert get_mixed_precision_config("from_a_file").fp16 is True
     with pytest.raises(RecipeError, match="raised KeyError"):
         get_mixed_precision_config(f"{path}:bad")
@@ -248,20 +228,16 @@ def test_a_recipe_file_that_holds_no_fields_says_what_it_should_hold(tmp_path: P
 
 def test_engines_that_recipes_need() -> None:
     # by their own word, and by what no other engine can do
-    assert {name: entry.engine for name, entry in recipes.items() if entry.engine} == {
-        "bf16_params_fp32_states": "fsdp2",
-        "fp32_params_bf16_compute": "fsdp2",
-        "bf16_with_fp8_rowwise": "fsdp2",
-        "bf16_with_fp8_rowwise_gw_hp": "fsdp2",
-        "bf16_megatron_fsdp": "megatron_fsdp",
-    }
+    rowwise = ("bf16_with_fp8_rowwise", "bf16_with_fp8_rowwise_gw_hp")
+    sharded = ("bf16_params_fp32_states", "fp32_params_bf16_compute", *rowwise)
+    found = {name: entry.engine for name, entry in recipes.items() if entry.engine}
+    assert found == dict.fromkeys(sharded, "fsdp2") | {"bf16_megatron_fsdp": "megatron_fsdp"}
 
 
 def test_yaml_extends_a_name_or_another_file(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("extends: fp8-cs\nnum_layers_at_start_in_bf16: 3\n")
-    (tmp_path / "mine.yaml").write_text(
-        "extends: base.yaml\nfp8_param: false\ninitial_loss_scale: 1e4\nkeep_fp32: ['*norm*']\n"
-    )
+    own = "fp8_param: false\ninitial_loss_scale: 1e4\nkeep_fp32: ['*norm*']\n"
+    (tmp_path / "mine.yaml").write_text(f"extends: base.yaml\n{own}")
     (tmp_path / "alone.yml").write_text("fp16: true\n")
     config = get_mixed_precision_config(tmp_path / "mine.yaml")
     assert (config.fp8, config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == ("hybrid", 3, 1)
@@ -291,10 +267,9 @@ def test_a_yaml_recipe_that_cannot_be_used_names_the_file_and_the_fault(tmp_path
 
 def _in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), root])}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), root])}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def _package(folder: Path, *lines: str) -> None:
@@ -323,11 +298,9 @@ def test_recipes_of_another_installed_package_are_listed_unloaded_and_loaded_on_
 
 def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
     _package(tmp_path, "BF16-mixed = somebodys:mine")
-    done = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path)
-    assert (
-        "DuplicateName: entry point 'somebodys:mine' provides a recipe named 'bf16_mixed', which already exists"
-        in done.stderr.replace("mpbridge.common.errors.", "")
-    )
+    what = "provides a recipe named 'bf16_mixed', which already exists"
+    said = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path).stderr
+    assert f"DuplicateName: entry point 'somebodys:mine' {what}" in said
 
 
 def test_the_window_answers_for_an_unknown_name_as_a_mapping_does() -> None:

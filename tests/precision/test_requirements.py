@@ -9,7 +9,7 @@ import pytest
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import describe, recipes, register, unregister
-from mpbridge.settings.container import ConfigContainer
+from mpbridge.settings.container import ConfigContainer, Run
 
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64, "max_sequence_length": 32}
 
@@ -19,20 +19,20 @@ def written(folder: Path, name: str, text: str) -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize(
-    ("text", "needs", "engine", "hint"),
-    [
-        ("extends: fp32_params_bf16_compute\n", None, "fsdp2", None),
-        ("extends: fsdp_fused_adam\n", None, "fsdp2", None),
-        ("extends: bf16_megatron_fsdp\nexp_avg_dtype: bf16\n", None, "megatron_fsdp", None),
-        ("extends: bf16_mixed\nparams_dtype: fp32\n", None, "fsdp2", None),
-        ("extends: bf16_mixed\n", None, None, None),
-        ("extends: mxfp8\n", (10, 0), None, "epsilon"),
-        ("bf16: true\nfp8: hybrid\nfp8_recipe: blockwise\nfirst_last_layers_bf16: true\n", (9, 0), None, "edge layers"),
-        ("extends: full_bf16\n", None, None, "are lost"),
-        ("extends: fp8_mx\nmodules: {mlp.linear_fc2: bf16}\n", (10, 0), None, "epsilon"),
-    ],
-)
+def resolved(mixed: object, **more: str) -> Run:
+    given = {"model": MODEL, "optimizer": {"lr": 1e-3}, "train": {"train_iters": 1}}
+    return ConfigContainer(mixed_precision=mixed, **given, **more).resolved()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "needs", "engine", "hint"), [
+    ("extends: fp32_params_bf16_compute\n", None, "fsdp2", None), ("extends: fsdp_fused_adam\n", None, "fsdp2", None),
+    ("extends: bf16_megatron_fsdp\nexp_avg_dtype: bf16\n", None, "megatron_fsdp", None),
+    ("extends: bf16_mixed\nparams_dtype: fp32\n", None, "fsdp2", None), ("extends: bf16_mixed\n", None, None, None),
+    ("extends: mxfp8\n", (10, 0), None, "epsilon"),
+    ("bf16: true\nfp8: hybrid\nfp8_recipe: blockwise\nfirst_last_layers_bf16: true\n", (9, 0), None, "edge layers"),
+    ("extends: full_bf16\n", None, None, "are lost"),
+    ("extends: fp8_mx\nmodules: {mlp.linear_fc2: bf16}\n", (10, 0), None, "epsilon"),
+])  # fmt: skip
 def test_a_file_says_as_much_as_the_recipe_that_it_extends(
     tmp_path: Path, text: str, needs: tuple[int, int] | None, engine: str | None, hint: str | None
 ) -> None:
@@ -44,32 +44,22 @@ def test_a_file_says_as_much_as_the_recipe_that_it_extends(
 
 
 def test_a_function_of_ones_own_gets_the_engine_that_its_fields_ask_for(tmp_path: Path) -> None:
-    place = written(
-        tmp_path,
-        "mine.py",
+    code = (
         "from mpbridge.precision.registry import get_mixed_precision_config\n\n\n"
-        "def wide():\n    return get_mixed_precision_config('fsdp_adamw').derive(grad_reduce_in_fp32=False)\n",
+        "def wide():\n    return get_mixed_precision_config('fsdp_adamw').derive(grad_reduce_in_fp32=False)\n"
     )
+    place = written(tmp_path, "mine.py", code)
     assert describe(f"{place}:wide").engine == "fsdp2"
-    run = ConfigContainer(
-        mixed_precision=f"{place}:wide", model=MODEL, optimizer={"lr": 1e-3}, train={"train_iters": 1}
-    ).resolved()
-    assert run.engine == "fsdp2"
+    assert resolved(f"{place}:wide").engine == "fsdp2"
 
 
-@pytest.mark.parametrize(
-    "given", ["extends", {"recipe": "bf16_mixed", "params_dtype": "fp32", "main_params_dtype": "fp32"}]
-)
+@pytest.mark.parametrize("given", ["extends", {"recipe": "bf16_mixed", "params_dtype": "fp32", "main_params_dtype": "fp32"}])  # fmt: skip
 def test_wide_storage_resolves_to_an_engine_that_keeps_it_and_breaks_no_rule(tmp_path: Path, given: object) -> None:
     mixed = written(tmp_path, "b.yaml", "extends: fp32_params_bf16_compute\n") if given == "extends" else given
-    run = ConfigContainer(
-        mixed_precision=mixed, model=MODEL, optimizer={"lr": 1e-3}, train={"train_iters": 1}
-    ).resolved()
+    run = resolved(mixed)
     assert run.engine == "fsdp2"
     assert not [found for found in broken(run.policy, run.facts) if found.severity == "error"]
-    told = ConfigContainer(
-        mixed_precision=mixed, model=MODEL, optimizer={"lr": 1e-3}, engine="mcore", train={"train_iters": 1}
-    ).resolved()
+    told = resolved(mixed, engine="mcore")
     assert "fp32-storage-under-16-bit-compute" in {found.rule for found in broken(told.policy, told.facts)}
 
 

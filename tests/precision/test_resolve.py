@@ -120,22 +120,11 @@ def test_low_precision_states_ask_for_the_precision_aware_optimizer_by_themselve
     assert resolve(get_mixed_precision_config("full_bf16")).precision_aware is False
 
 
-ANYTHING = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 2000),
-    st.floats(allow_nan=False),
-    st.text(max_size=4),
-    st.lists(st.integers(), max_size=1),
-)
-WORDS = st.sampled_from(
-    ["e4m3", "hybrid", "e2m1", "tensorwise", "delayed", "mxfp8", "nvfp4", "custom", "max", "fp32", "a.b"]
-)
-PLAIN = [
-    name
-    for name in MixedPrecisionConfig.__dataclass_fields__
-    if not name.endswith("_dtype") or name == "moe_router_dtype"
-]
+NUMBERS = st.one_of(st.integers(-3, 2000), st.floats(allow_nan=False))
+ANYTHING = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=4), st.lists(st.integers(), max_size=1))
+WORDS = st.sampled_from(["e4m3", "hybrid", "e2m1", "tensorwise", "delayed", "mxfp8", "nvfp4", "custom", "max", "fp32", "a.b"])  # fmt: skip
+FIELDS = MixedPrecisionConfig.__dataclass_fields__
+PLAIN = [name for name in FIELDS if not name.endswith("_dtype") or name == "moe_router_dtype"]
 
 
 @settings(deadline=None)

@@ -52,29 +52,22 @@ def names_in(node: ast.AST) -> list[str]:
 @functools.cache
 def sources() -> list[tuple[str, ast.AST]]:
     """The modules whose text has the name of a scaling."""
-    found = [(path.relative_to(PACKAGE).as_posix(), path.read_text()) for path in PACKAGE.rglob("*.py")]
-    return [
-        (name, ast.parse(text))
-        for name, text in sorted(found)
-        if not name.startswith("precision/scalings/") and any(word in text for word in SCALINGS)
-    ]
+    every = sorted((path.relative_to(PACKAGE).as_posix(), path.read_text()) for path in PACKAGE.rglob("*.py"))
+    found = [(name, text) for name, text in every if any(word in text for word in SCALINGS)]
+    return [(name, ast.parse(text)) for name, text in found if not name.startswith("precision/scalings/")]
 
 
 def test_no_other_module_has_a_table_of_scalings() -> None:
-    ours = [(name, tree) for name, tree in sources() if not name.startswith("interop/stacks/")]  # those translate words
-    second = [f"{name}:{node.lineno} {names}" for name, tree in ours for node in displays(tree) if len(names := names_in(node)) > 1 and not name.startswith(tuple(FOREIGN))]  # type: ignore[attr-defined]  # fmt: skip
-    assert second == []
+    ours = [(name, tree) for name, tree in sources() if not name.startswith(tuple(FOREIGN))]
+    literals = [(f"{name}:{node.lineno}", names_in(node)) for name, tree in ours for node in displays(tree)]  # type: ignore[attr-defined]
+    assert [f"{place} {names}" for place, names in literals if len(names) > 1] == []
 
 
 def test_a_scaling_is_named_only_where_one_of_them_is_meant() -> None:
     words = set(SCALINGS) - {"custom"}  # an everyday word
-    named = [
-        f"{name}:{node.lineno} {node.value!r}"
-        for name, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and node.value in words and not name.startswith(tuple(MAY_NAME_ONE))
-    ]
-    assert named == []
+    ours = [(name, tree) for name, tree in sources() if not name.startswith(tuple(MAY_NAME_ONE))]
+    literals = [(name, node) for name, tree in ours for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    assert [f"{name}:{node.lineno} {node.value!r}" for name, node in literals if node.value in words] == []
 
 
 @pytest.mark.parametrize("row", SCALINGS.values(), ids=list(SCALINGS))
@@ -93,9 +86,8 @@ def test_every_row_is_complete(row) -> None:
 
 
 def test_blocks_are_those_of_transformer_engine() -> None:
-    extents = {
-        name: [(block.across, block.along) for block in row.blocks] for name, row in SCALINGS.items() if row.blocks
-    }
+    blocks = {name: row.blocks for name, row in SCALINGS.items() if row.blocks}
+    extents = {name: [(block.across, block.along) for block in both] for name, both in blocks.items()}
     assert extents["mxfp8"] == [(1, 32), (1, 32)]
     assert extents["blockwise"] == [(1, 128), (128, 128)]
     assert extents["nvfp4"] == [(1, 16), (16, 16)]

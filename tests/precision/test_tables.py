@@ -37,13 +37,10 @@ def test_every_table_of_every_page_is_up_to_date(tables: ModuleType) -> None:
 
 def test_what_the_tables_read_of_the_tests_needs_no_more_than_the_docs_extra_brings() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = {
-        extra: {Requirement(need).name for need in needs} for extra, needs in project["optional-dependencies"].items()
-    }
-    here = extras["docs"] | {Requirement(need).name for need in project["dependencies"]}
-    absent = {
-        name.replace("-", "_").lower() for extra in ("hf", "plot", "te-needs", "dev") for name in extras[extra] - here
-    }
+    needs = project["optional-dependencies"] | {"": project["dependencies"]}
+    names = {extra: {Requirement(need).name for need in some} for extra, some in needs.items()}
+    others = set().union(*(names[extra] for extra in ("hf", "plot", "te-needs", "dev")))
+    absent = {name.replace("-", "_").lower() for name in others - names["docs"] - names[""]}
     read = set(re.findall(r"from (tests[\w.]+) import", (ROOT / "scripts" / "generate" / "tables.py").read_text()))
     assert {"pytest", "tokenizers"} <= absent
     assert read
@@ -51,9 +48,7 @@ def test_what_the_tables_read_of_the_tests_needs_no_more_than_the_docs_extra_bri
     subprocess.run([sys.executable, "-W", "ignore", "-c", hide], cwd=ROOT, check=True)
 
 
-def test_a_stale_table_is_found_and_rewritten(
-    tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stale_table_is_rewritten(tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "PAGE.md"
     page.write_text("before\n<!-- table:differences -->\nold\n<!-- end of table -->\nafter\n")
     assert tables.main(["--check", str(page)]) == 1
@@ -75,9 +70,8 @@ def first_column(table: str, *, columns: int = 1) -> list[tuple[str, ...]]:
 
 
 def test_the_tables_name_every_recipe_and_difference(tables: ModuleType) -> None:
-    from mpbridge.precision.recipes import (
-        DIFFERENCES,  # tests/precision/test_recipes.py holds it against Megatron Bridge's values
-    )
+    # tests/precision/test_recipes.py holds it against Megatron Bridge's values
+    from mpbridge.precision.recipes import DIFFERENCES
 
     recipes = json.loads((ROOT / "tests" / "golden" / "recipes.json").read_text(encoding="utf-8"))["recipes"]
     for make in (tables.recipe_table, tables.recipe_machine_table, tables.bytes_table):

@@ -48,9 +48,8 @@ def glossary(*terms: str) -> dict[str, str]:
 
 def made_now(**facts: Any) -> dict[str, str]:
     """Facts at the top of a page, then the command, the date and the version."""
-    command = (
-        shlex.join(["mpbridge", *sys.argv[1:]]) if sys.argv[0].endswith(("mpbridge", "mpbridge/__main__.py")) else ""
-    )
+    ours = sys.argv[0].endswith(("mpbridge", "mpbridge/__main__.py"))
+    command = shlex.join(["mpbridge", *sys.argv[1:]]) if ours else ""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     found = {name.replace("_", " "): str(value) for name, value in facts.items() if value not in (None, "", {})}
     return {**found, **({"command": command} if command else {}), "date": now, "mpbridge": VERSION}
@@ -59,19 +58,11 @@ def made_now(**facts: Any) -> dict[str, str]:
 def model_text(config: Mapping[str, Any]) -> str:
     """A model in a few words from its section: '4 layers, hidden 256 ...'; '' if nothing is known."""
     model = _section(config, "model")
-    words = [
-        f"{model[name]} {word}" if word in ("layers", "heads") else f"{word} {model[name]}"
-        for name, word in (
-            ("num_layers", "layers"),
-            ("hidden_size", "hidden"),
-            ("num_attention_heads", "heads"),
-            ("ffn_hidden_size", "FFN"),
-            ("num_moe_experts", "experts"),
-            ("vocab_size", "vocabulary"),
-        )
-        if model.get(name)
-    ]
-    return ", ".join(words)
+    words = {
+        "num_layers": "{} layers", "hidden_size": "hidden {}", "num_attention_heads": "{} heads", "ffn_hidden_size": "FFN {}",
+        "num_moe_experts": "experts {}", "vocab_size": "vocabulary {}",
+    }  # fmt: skip
+    return ", ".join(word.format(model[name]) for name, word in words.items() if model.get(name))
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -81,11 +72,8 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def data_text(config: Mapping[str, Any]) -> str:
     """A run's data in a few words."""
-    data, train = _section(config, "data"), _section(config, "train")
-    words = [
-        f"corpus {data['corpus']}" if data.get("corpus") else "",
-        f"tokenizer {data['tokenizer']}" if data.get("tokenizer") else "",
-        f"{data['seq_length']} tokens per sample" if data.get("seq_length") else "",
-        f"{train['global_batch_size']} samples per step" if train.get("global_batch_size") else "",
-    ]
-    return ", ".join(filter(None, words))
+    known = {**_section(config, "data"), "global_batch_size": _section(config, "train").get("global_batch_size")}
+    words = {
+        "corpus": "corpus {}", "tokenizer": "tokenizer {}", "seq_length": "{} tokens per sample", "global_batch_size": "{} samples per step",
+    }  # fmt: skip
+    return ", ".join(word.format(known[name]) for name, word in words.items() if known.get(name))

@@ -42,9 +42,8 @@ def thin(block: dict[str, Any], most: int = POINTS) -> None:
             part = points[start : start + stride]
             ends = {id(point): point for point in (min(part, key=_height), max(part, key=_height))}
             kept += sorted(ends.values(), key=lambda point: point[0])
-        block["sampled"] = (
-            f"each curve drawn with the extremes of its stretches, at most {len(kept)} of {whole:,} points"
-        )
+        most_said = f"at most {len(kept)} of {whole:,} points"
+        block["sampled"] = f"each curve drawn with the extremes of its stretches, {most_said}"
         line["points"] = kept
 
 
@@ -64,15 +63,11 @@ def packed(block: dict[str, Any]) -> dict[str, Any]:
     if block["kind"] != "chart":
         return block
     grids: dict[tuple[Any, ...], int] = {}
-    series = [
-        {
-            "name": line["name"],
-            "layer": line["layer"],
-            "x": grids.setdefault(tuple(point[0] for point in line["points"]), len(grids)),
-            "y": [point[1] for point in line["points"]],
-        }
-        for line in block["series"]
-    ]
+    series = []
+    for line in block["series"]:
+        grid = grids.setdefault(tuple(point[0] for point in line["points"]), len(grids))
+        heights = [point[1] for point in line["points"]]
+        series.append({"name": line["name"], "layer": line["layer"], "x": grid, "y": heights})
     return {**block, "series": series, "xs": list(grids)}
 
 
@@ -157,12 +152,10 @@ class Page:
         """Curves: (name, points, layer or '') each. y: label with the unit. marks: vertical lines at x with a label each. Of more than CURVES curves, the first are
         drawn, and the others by a layer, a part of their names or page by page; order: the page's description of their order. reach: x range that the
         axis shows at least, so that charts can be compared."""
-        lines = [
-            {"name": name, "layer": layer, "points": [[x_, plain(y_)] for x_, y_ in points]}
-            for name, points, layer in series
-        ]
+        lines = [(name, layer, [[x_, plain(y_)] for x_, y_ in points]) for name, points, layer in series]
+        curves = [{"name": name, "layer": layer, "points": points} for name, layer, points in lines]
         return self.add(
-            "chart", title, series=lines, x=x, y=y, log=log, bars=bars, marks=[list(mark) for mark in marks],
+            "chart", title, series=curves, x=x, y=y, log=log, bars=bars, marks=[list(mark) for mark in marks],
             note=note, order=order, reach=list(reach or ()), shown=CURVES,
         )  # fmt: skip
 
@@ -179,14 +172,9 @@ class Page:
         no row has a value is omitted."""
         filled = table(title, columns, rows).filled()
         shown = ("name", "help", "unit", "number", "layer")
-        return self.add(
-            "table",
-            title,
-            columns=[{name: getattr(column, name) for name in shown} for column in filled.columns],
-            rows=[list(map(plain, row)) for row in filled.rows],
-            order=list(order or range(len(rows))),
-            folded=folded,
-        )
+        heads = [{name: getattr(column, name) for name in shown} for column in filled.columns]
+        cells, ranked = [list(map(plain, row)) for row in filled.rows], list(order or range(len(rows)))
+        return self.add("table", title, columns=heads, rows=cells, order=ranked, folded=folded)
 
     def heat(
         self,
@@ -211,12 +199,8 @@ class Page:
         """The file's text, at most `largest` bytes. Raises BadValue if even the smallest sample is larger."""
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
-        environment = Environment(
-            loader=PackageLoader("mpbridge.common.pages", "."),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-        )
+        loader = PackageLoader("mpbridge.common.pages", ".")
+        environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
         template = environment.get_template("page.html.j2")
         assets = {name: (_HERE / path).read_text(encoding="utf-8") for name, path in _ASSETS.items()}
         for block in self.blocks:
@@ -234,11 +218,8 @@ class Page:
 
 
 _ASSETS = {
-    "uplot": "vendor/uPlot.iife.min.js",
-    "uplot_style": "vendor/uPlot.min.css",
-    "style": "page.css",
-    "script": "page.js",
-}
+    "uplot": "vendor/uPlot.iife.min.js", "uplot_style": "vendor/uPlot.min.css", "style": "page.css", "script": "page.js",
+}  # fmt: skip
 
 
 def _json(data: Any) -> str:
@@ -260,9 +241,8 @@ def _policy(assets: Mapping[str, str]) -> str:
 def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None:
     """Raises BadValue if a file (or folder) cannot be written at `path`, the value of `option`; call it before the work, not after it."""
     if path.is_symlink() and not folder:
-        raise BadValue(
-            f"{option} {path} is a symbolic link, which outputs are not written through: remove it, or name its target"
-        )
+        why = "which outputs are not written through: remove it, or name its target"
+        raise BadValue(f"{option} {path} is a symbolic link, {why}")
     if folder:
         place = path
         while not place.exists() and place != place.parent:

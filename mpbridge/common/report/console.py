@@ -21,8 +21,7 @@ WIDTH = 150
 class _Steady(io.TextIOBase):
     """Standard output whose reader may have gone: a write error is reported once on stderr, and the caller continues.
 
-    While a bar is shown, rich passes what is printed on sys.stdout to this console: written there again, it would come back without end.
-    """
+    While a bar is shown, rich passes what is printed on sys.stdout to this console: written there again, it would come back without end."""
 
     def __init__(self) -> None:
         self.gone = False
@@ -55,9 +54,8 @@ class _Steady(io.TextIOBase):
         except (OSError, ValueError) as error:  # ValueError: it was closed
             self.gone = True
             silence()
-            warn(
-                f"standard output was closed ({getattr(error, 'strerror', None) or error}); the run continues without it"
-            )
+            why = getattr(error, "strerror", None) or error
+            warn(f"standard output was closed ({why}); the run continues without it")
 
 
 def silence() -> None:

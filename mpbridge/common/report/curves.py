@@ -1,10 +1,10 @@
 """What a run's folder tells, read without any framework: the audits in precision.json, the curves in metrics.jsonl (even if the file is damaged).
 
-Drawn in a terminal, or as pictures through matplotlib, if that is installed; bars of time and memory too.
-"""
+Drawn in a terminal, or as pictures through matplotlib, if that is installed; bars of time and memory too."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -41,15 +41,11 @@ def _audit(one: Any) -> dict[str, Any]:
     """The audit, checked to have everything that readers need. Raises ValueError otherwise."""
     audit = {"stage": "", "reason": "", "recipe": "", "faults": [], "not_observed": {}, **one}
     facts, faults = audit["facts"], audit["faults"]
-    words = all(isinstance(audit[name], str) for name in ("stage", "reason", "recipe"))
-    kinds = (
-        words
-        and type(audit["step"]) is int
-        and type(audit["ok"]) is bool
-        and isinstance(audit["not_observed"], (dict, list))
-    )
-    lists = isinstance(facts, dict) and isinstance(faults, list) and all(isinstance(fact, list) and len(fact) == 3 for fact in facts.values())  # fmt: skip
-    if not (kinds and lists):
+    good = all(isinstance(audit[name], str) for name in ("stage", "reason", "recipe"))
+    good = good and type(audit["step"]) is int and type(audit["ok"]) is bool
+    good = good and isinstance(audit["not_observed"], (dict, list)) and isinstance(faults, list)
+    good = good and isinstance(facts, dict) and all(type(fact) is list and len(fact) == 3 for fact in facts.values())
+    if not good:
         raise ValueError("not an audit's short form")
     return audit
 
@@ -64,15 +60,12 @@ def changes(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[
         if old is None:
             continue
         if (old[0], old[2]) != (promised, state) or (old[1] != found and subject not in _VARYING):
-            lines.append(
-                f"{subject}: {found} ({state}), before {old[1]} ({old[2]})"
-                + ("" if old[0] == promised else f", promised {promised} instead of {old[0]}")
-            )
+            otherwise = "" if old[0] == promised else f", promised {promised} instead of {old[0]}"
+            lines.append(f"{subject}: {found} ({state}), before {old[1]} ({old[2]}){otherwise}")
     return lines
 
 
 _VARYING = frozenset({"gradient norm", "weights moved", "loss scale", "quantized GEMMs"})
-
 
 # --- pictures ------------------------------------------------------------------------------------------------------------------------------
 MISSING = f"matplotlib is not installed ({install('plot')})"
@@ -82,10 +75,9 @@ def drawable() -> bool:
     """Whether pictures can be drawn, which is said on stderr if not: the caller checks before expensive work, and continues without."""
     import importlib.util
 
-    try:
+    there = False
+    with contextlib.suppress(ValueError):  # it is in sys.modules without a spec
         there = importlib.util.find_spec("matplotlib") is not None
-    except ValueError:  # it is in sys.modules without a spec
-        there = False
     if not there:
         from mpbridge.common.report.console import warn
 
@@ -159,7 +151,6 @@ CURVES: Mapping[str, tuple[str, bool]] = {
 }
 """Number in metrics.jsonl -> (label with its unit, whether its axis is logarithmic)."""
 
-
 _NUMBERS = (*CURVES, "eval_loss", "lr")
 """The keys of a line that are read as a number or null."""
 _COUNTS = ("nonfinite_steps", "skipped_steps", "consumed_samples")
@@ -194,10 +185,8 @@ def read_curves(folder: Path) -> Curves:
             if row is None:
                 kind = "unreadable" if line.endswith("\n") else "truncated"
                 made.faults.append(f"{METRICS}, line {number}: {kind}, skipped")
-            elif "eval_loss" in row:
-                evaluations[row["iteration"]] = row
             else:
-                rows[row["iteration"]] = row
+                (evaluations if "eval_loss" in row else rows)[row["iteration"]] = row
     except OSError as error:
         raise BadValue(
             f"{path}: {error.strerror or error} (expected the folder of a run: `mpbridge train ... logger.log_dir=DIR`)"
@@ -241,20 +230,17 @@ def terminal(
     cells = [[0] * width for _ in range(height)]
     last: tuple[int, int] | None = None
     for x, y in good:
-        at = (
-            round((x - left) / (right - left) * (2 * width - 1)),
-            # halves, since the difference of two large numbers may be none
-            round((high / 2 - y / 2) / (high / 2 - low / 2) * (4 * height - 1)),
-        )
+        # halves, since the difference of two large numbers may be none
+        down = round((high / 2 - y / 2) / (high / 2 - low / 2) * (4 * height - 1))
+        at = round((x - left) / (right - left) * (2 * width - 1)), down
         for column, row in _between(last or at, at):
             cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
         last = at
     shown = [_number(10**value if log else value) for value in (high, high / 2 + low / 2, low)]
     margin = max(map(len, shown))
     labels = {0: shown[0], height // 2: shown[1], height - 1: shown[2]}
-    lines = [
-        f"{labels.get(i, ''):>{margin}} │{''.join(chr(0x2800 + cell) for cell in row)}" for i, row in enumerate(cells)
-    ]
+    drawn = ("".join(chr(0x2800 + cell) for cell in row) for row in cells)
+    lines = [f"{labels.get(i, ''):>{margin}} │{row}" for i, row in enumerate(drawn)]
     ends = f"{left:g}", f"{right:g}"
     return [*lines, " " * (margin + 2) + ends[0] + ends[1].rjust(width - len(ends[0]))]
 
@@ -266,11 +252,9 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _between(first: tuple[int, int], last: tuple[int, int]) -> list[tuple[int, int]]:
-    steps = max(abs(last[0] - first[0]), abs(last[1] - first[1]), 1)
-    return [
-        (first[0] + round((last[0] - first[0]) * i / steps), first[1] + round((last[1] - first[1]) * i / steps))
-        for i in range(steps + 1)
-    ]
+    right, down = last[0] - first[0], last[1] - first[1]
+    steps = max(abs(right), abs(down), 1)
+    return [(first[0] + round(right * i / steps), first[1] + round(down * i / steps)) for i in range(steps + 1)]
 
 
 def _number(value: float) -> str:

@@ -22,8 +22,7 @@ class MetricsLog:
     """Writes `folder`/metrics.jsonl, and to the trackers that `logger` requests; writes nothing on ranks where folder is None.
 
     logger: the run's logger section. recipe: the run's, for the trackers' names. after: the last finished step of the run being continued; later lines
-    belong to steps that will be repeated and are dropped; 0 starts a new file. Raises UnknownName for an unknown tracker.
-    """
+    belong to steps that will be repeated and are dropped; 0 starts a new file. Raises UnknownName for an unknown tracker."""
 
     def __init__(
         self, folder: Path | None, *, logger: Mapping[str, Any] | None = None, recipe: str = "", after: int = 0
@@ -53,8 +52,7 @@ class MetricsLog:
     def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
         """Writes one line. 'iteration' is the trackers' step; board=False skips the trackers. Non-finite numbers become 'nan', 'inf', '-inf'.
 
-        A write error calls `trouble` once; the lines that could not be written are printed on stderr.
-        """
+        A write error calls `trouble` once; the lines that could not be written are printed on stderr."""
         if self._file is None:
             return
         text = _json(values)

@@ -56,31 +56,24 @@ class ProgressLine:
         self._drawn = 0.0
         self._cell = _CellBar(total) if bar and in_notebook() and not console.quiet else None
         if bar and console.is_terminal:
-            columns = (
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
-            )
+            text = TextColumn("{task.description}")
+            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), text)
             self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
             self._task = self._bar.add_task("", total=total, completed=done)
 
     def step(self, iteration: int, text: str) -> None:
         """Reports that step `iteration` is finished; `text` describes it."""
-        if self._cell is not None:
-            now = time.monotonic()
-            if now - self._drawn > REDRAW or iteration == self.total:
-                self._drawn = now
-                self._cell.draw(iteration, text)
-            return
-        if self._stays(iteration):
+        now = time.monotonic()
+        redraw = now - self._drawn > REDRAW or iteration == self.total
+        if self._cell is None and self._stays(iteration):
             tell(self.console, f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
-        if self._bar is not None:
-            now = time.monotonic()
+        if self._cell is not None and redraw:
+            self._cell.draw(iteration, text)
+        elif self._bar is not None:
             self._bar.update(self._task, completed=iteration, description=text)
-            if now - self._drawn > REDRAW or iteration == self.total:
-                self._drawn = now
+            if redraw:
                 self._bar.refresh()
+        self._drawn = now if redraw else self._drawn
 
     def due(self, iteration: int) -> bool:
         """Whether this step's text will be shown soon, since producing it has a cost."""

@@ -1,7 +1,6 @@
 """Trackers that receive a run's numbers in addition to metrics.jsonl: TensorBoard, Weights & Biases, MLflow, with one interface.
 
-Trackers are optional: one that is not installed, fails or cannot be reached is reported once on stderr, and the run continues without it.
-"""
+Trackers are optional: one that is not installed, fails or cannot be reached is reported once on stderr, and the run continues without it."""
 
 from __future__ import annotations
 
@@ -52,9 +51,7 @@ class TrackedRun:
 
     def identity(self, tracker: str) -> str | None:
         """The continued run's previous id in that tracker; None for a new run."""
-        if not self.after:
-            return None
-        return self._known().get(tracker)
+        return self._known().get(tracker) if self.after else None
 
     def remember(self, tracker: str, identity: str) -> None:
         """Stores the id so that the run can be continued."""
@@ -76,9 +73,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides the events of steps that will be repeated
-        self._writer: Any = SummaryWriter(
-            str(folder_inside(place.folder, "tensorboard")), purge_step=place.after + 1 if place.after else None
-        )
+        again = place.after + 1 if place.after else None
+        self._writer: Any = SummaryWriter(str(folder_inside(place.folder, "tensorboard")), purge_step=again)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See Tracker."""
@@ -159,13 +155,11 @@ class Mlflow:
         identity = place.identity("mlflow")
         if identity is None:
             found = self._client.get_experiment_by_name(place.project)
-            experiment = (
-                found.experiment_id
-                if found is not None
-                else self._client.create_experiment(
-                    place.project, artifact_location=folder_inside(place.folder.resolve(), "mlflow").as_uri()
-                )
-            )
+            if found is not None:
+                experiment = found.experiment_id
+            else:
+                where = folder_inside(place.folder.resolve(), "mlflow").as_uri()
+                experiment = self._client.create_experiment(place.project, artifact_location=where)
             made = self._client.create_run(experiment, run_name=place.name, tags={"recipe": place.recipe})
             identity = made.info.run_id
             place.remember("mlflow", identity)
@@ -264,8 +258,5 @@ def opened(names: Iterable[str], place: TrackedRun, *, say: Callable[[str], None
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """The part of a line that a tracker can take: finite numbers other than the step."""
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if name != "iteration" and isinstance(value, (int, float)) and math.isfinite(value)
-    }
+    numeric = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "iteration"}
+    return {name: float(value) for name, value in numeric.items() if math.isfinite(value)}

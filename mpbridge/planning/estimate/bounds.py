@@ -41,7 +41,6 @@ PADDING = 0.01
 Part = int | tuple[bool, bool, bool]
 """A kind of layer, or what a chunk has beside its layers: (first, last, mtp)."""
 
-
 Parts = tuple[tuple[Part, int], ...]
 """What a stage consists of, and how many of each."""
 
@@ -122,7 +121,7 @@ class Bounds:
         return list(found.values()), copies
 
     def once(self, run: RunFacts, parts: Parts) -> float:
-        """Seconds of what happens once per step on a stage."""
+        """Seconds of what happens once per step on a stage; under full sharding weights are gathered for each micro-batch."""
         key = (*_groups(run), run.micro_batch_size if "params" in run.traits.shards else 0, parts)
         if key not in self._steps:
             fixed = least_standing(self.policy, run, self._stage(run, parts)[0])
@@ -154,9 +153,8 @@ class Bounds:
         long for a micro-batch as one of all layers, and none but the slowest waits for none."""
         sizes, widths, device, host = run.parallel, _widths(run), 0.0, 0.0
         ahead = run.shape.mtp_layers > 0
-        ends: list[Part] = (
-            [(True, True, ahead)] if sizes.pipeline == 1 else [(True, False, False), (False, True, ahead)]
-        )
+        apart: list[Part] = [(True, False, False), (False, True, ahead)]
+        ends: list[Part] = [(True, True, ahead)] if sizes.pipeline == 1 else apart
         for part, many in Counter[Part](layer_kinds(self.policy, run) + tuple(ends)).items():
             seconds, units = self.micro(run, part, widths)
             device, host = device + many * seconds, host + many * units
@@ -212,10 +210,8 @@ class FamilyBounds:
         """Whether states and layers of the first stage, which has the most micro-batches in flight, hold too many bytes (0: as many as there are)."""
         known, policy = self._bounds.layers(run), self._bounds.policy
         each = [sum(many * kept(policy, run, kind, known).each for kind, many in chunk) for chunk in self._first_chunks]
-        held = sum(self.states[0].roles.values()) + in_flight(run, self.stages[0].at.stage, each) * (
-            1 - uncertainty(run)
-        )
-        return held > (available or math.inf)
+        layers = in_flight(run, self.stages[0].at.stage, each) * (1 - uncertainty(run))
+        return sum(self.states[0].roles.values()) + layers > (available or math.inf)
 
     def verdict(self, run: RunFacts, available: int) -> str:
         """The best verdict on a member's memory that is possible."""
@@ -252,16 +248,8 @@ class FamilyBounds:
     def _step(self, run: RunFacts, times: list[float], share: float) -> float:
         slowest, virtual = max(times), (run.parallel.virtual_pipeline or 1) if run.parallel.pipeline > 1 else 1
         waits = sum(time * stage.many for time, stage in zip(times, self.stages, strict=True)) - slowest
-        # under full sharding weights are gathered for each micro-batch
-        once = self._once(run) if "params" in run.traits.shards else self._always
+        once = max(self._bounds.once(run, stage.parts) for stage in self.stages)
         return (share * (batches(run) * slowest + waits / virtual) + once) * (1 - ROUNDING)
-
-    def _once(self, run: RunFacts) -> float:
-        return max(self._bounds.once(run, stage.parts) for stage in self.stages)
-
-    @functools.cached_property
-    def _always(self) -> float:
-        return self._once(self._run)
 
     def _wires(self, run: RunFacts, stage: _Stage) -> float:
         """Seconds per micro-batch of what a stage sends to its neighbours and gets from them."""

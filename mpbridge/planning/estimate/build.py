@@ -1,8 +1,7 @@
 """Builds the list of operations of one rank of a run: `work`. Its communication in one step: kind, group, dtype, bytes and count, as megatron-core 0.16 issues it.
 
 Tensor parallelism: tensor_parallel/layers.py (sequence parallelism gathers a column-parallel linear's input again in backward), cross_entropy.py (three
-reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once per step). Pipeline: pipeline_parallel/schedules.py.
-"""
+reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once per step). Pipeline: pipeline_parallel/schedules.py."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from mpbridge.planning.estimate.price import Collective, Work
 from mpbridge.planning.memory.buckets import Buffer, empty
 from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, is_frozen, keeps, kept_fp32, trained_by, wires
-from mpbridge.planning.memory.layers import Parameter, parameters
+from mpbridge.planning.memory.layers import Parameter
 from mpbridge.planning.memory.overheads import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, undivided
 from mpbridge.planning.memory.roles import chunk_buffers, holdings, resting
@@ -98,12 +97,9 @@ def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates
     virtual = run.parallel.virtual_pipeline or 1
     rows = run.tokens // run.parallel.sequence_width
     size = rows * run.shape.hidden_size * policy.pipeline.bytes
-    first, last = at.stage == 0, at.stage == stages - 1
-    onward = virtual - int(last)
-    back = virtual - int(first)
-    for kind, times in (("send", onward + back), ("receive", onward + back)):
-        if times:
-            yield _collective(kind, "pipeline", stages, policy.pipeline, size, times)
+    times = 2 * virtual - (at.stage == 0) - (at.stage == stages - 1)  # onward and back
+    for kind in ("send", "receive") if times else ():
+        yield _collective(kind, "pipeline", stages, policy.pipeline, size, times)
 
 
 def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
@@ -112,8 +108,8 @@ def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         yield from _sharded(policy, run, shares(policy, run, at))
         return
     settled = policy.settled(dict(run.optimizer.settings))
-    for index, chunk in enumerate(parameters(run, at)):
-        for buffer in chunk_buffers(settled, run, at, chunk, index):
+    for index in range(len(at.chunks(run))):
+        for buffer in chunk_buffers(settled, run, at, index):
             yield from _buffer(buffer, buffer.elements)
 
 
@@ -214,11 +210,8 @@ class Standing:
 def standing(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Standing:
     """The Standing of the rank at those coordinates."""
     held = shares(policy, run, at)
-    return Standing(
-        weights=weight_bytes(policy, run, at),
-        step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, held)),
-        optimizer=update(policy, run, held),
-    )
+    step = (*data_collectives(policy, run, at), *norm_collectives(policy, run, held))
+    return Standing(weights=weight_bytes(policy, run, at), step=step, optimizer=update(policy, run, held))
 
 
 def least_standing(policy: PrecisionPolicy, run: RunFacts, held: Sequence[Share]) -> Standing:
@@ -294,11 +287,9 @@ def update(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> flo
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for parameter, elements in held:
         ranks = run.parallel.replicas(expert=parameter.weight.expert)
-        trained = trained_by(
-            run.optimizer.name, parameter.name, len(parameter.weight.shape), policy, run.versions.megatron_core
-        )
-        one, factors = each(trained)
-        beside = elements_of("factors", parameter.weight.shape, 0) * factors if factors else 0
+        shape, core = parameter.weight.shape, run.versions.megatron_core
+        one, factors = each(trained_by(run.optimizer.name, parameter.name, len(shape), policy, core))
+        beside = elements_of("factors", shape, 0) * factors if factors else 0
         found += elements * (one + beside / parameter.weight.elements) / (ranks if sharded else 1)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping
@@ -16,26 +17,14 @@ from mpbridge.planning.estimate.build import divisible
 from mpbridge.planning.memory.layers import rank_weights, unsplit
 from mpbridge.precision.policy import PrecisionPolicy
 
-NONE: Mapping[str, Any] = MappingProxyType(
-    {
-        "recompute_granularity": None,
-        "recompute_method": None,
-        "recompute_num_layers": None,
-        "recompute_modules": None,
-    }
-)
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+NONE: Mapping[str, Any] = MappingProxyType(dict.fromkeys(_RECOMPUTE))
 FULL: Mapping[str, Any] = MappingProxyType(
     {**NONE, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 )
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERTS_PER_GPU = 32
 """Published runs hold at most that many."""
-
-
-def recompute_choices(run: RunFacts) -> tuple[Mapping[str, Any], ...]:
-    """No recomputation, what the run's own settings select, and full recomputation."""
-    own = {name: run.model.get(name) for name in NONE}
-    return (NONE, *([own] if own["recompute_granularity"] == "selective" else []), FULL)
 
 
 def recomputation(run: RunFacts) -> str:
@@ -48,8 +37,7 @@ def families(
 ) -> Iterator[tuple[RunFacts, ...]]:
     """Layouts of that world size whose sizes divide and whose states may fit; those of one family differ only in micro-batch size and recomputation.
 
-    stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not.
-    """
+    stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not."""
     for group in groups(run, machine, stated=stated):
         for outline in group:
             if family := members(policy, run, machine, outline):
@@ -70,26 +58,21 @@ def groups(run: RunFacts, machine: Machine, *, stated: bool) -> Iterator[tuple[O
     """Every family of `families`, before batches and memory are looked at; those together that differ in virtual stages and the optimizer alone."""
     world = run.parallel.world_size
     sharded = "params" in run.traits.shards
-    for tensor in (1,) if sharded else _powers(min(8, machine.domain)):
-        for pipeline in (1,) if sharded else _powers(64):
-            for context in (1,) if sharded else _powers(max(1, run.shape.seq_length // 4096)):
-                if world % (tensor * pipeline * context):
-                    continue
-                for expert in _experts(run, world // (tensor * pipeline * context) * tensor * context):
-                    sizes = Parallel(
-                        world_size=world,
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        context=context,
-                        expert=expert,
-                        expert_tensor=1 if run.shape.experts else None,
-                        sequence=tensor > 1,
-                    )
-                    yield tuple(
-                        Outline(dataclasses.replace(sizes, virtual_pipeline=virtual), placed, distributed)
-                        for virtual, placed in _virtual(run, pipeline)
-                        for distributed in _distributed(run, sizes, stated=stated)
-                    )
+    most = (1, 1, 1) if sharded else (min(8, machine.domain), 64, max(1, run.shape.seq_length // 4096))
+    for tensor, pipeline, context in itertools.product(*map(_powers, most)):
+        if world % (tensor * pipeline * context):
+            continue
+        alone = Parallel(
+            world_size=world, tensor=tensor, pipeline=pipeline, context=context, sequence=tensor > 1,
+            expert_tensor=1 if run.shape.experts else None,
+        )  # fmt: skip
+        for expert in _experts(run, world // pipeline):
+            sizes = dataclasses.replace(alone, expert=expert)
+            yield tuple(
+                Outline(dataclasses.replace(sizes, virtual_pipeline=virtual), placed, distributed)
+                for virtual, placed in _virtual(run, pipeline)
+                for distributed in _distributed(run, sizes, stated=stated)
+            )
 
 
 def _distributed(run: RunFacts, sizes: Parallel, *, stated: bool) -> tuple[bool, ...]:
@@ -112,39 +95,29 @@ def largest(run: RunFacts, outline: Outline) -> RunFacts | None:
 
 def members(policy: PrecisionPolicy, run: RunFacts, machine: Machine, outline: Outline) -> tuple[RunFacts, ...]:
     """A family's layouts; none if batches or layers cannot be divided so, or states exceed the memory."""
-    return tuple(_members(policy, run, machine, *outline))
-
-
-def _members(
-    policy: PrecisionPolicy,
-    run: RunFacts,
-    machine: Machine,
-    sizes: Parallel,
-    placed: Mapping[str, Any],
-    distributed: bool,
-) -> Iterator[RunFacts]:
-    if run.global_batch_size % sizes.data:
-        return
-    model = {**unsplit(run, sizes).model, **NONE, **placed}
-    optimizer = dataclasses.replace(run.optimizer, distributed=distributed)
+    sizes = outline.sizes
+    each, left = divmod(run.global_batch_size, sizes.data)
+    model = {**unsplit(run, sizes).model, **NONE, **outline.placed}
+    optimizer = dataclasses.replace(run.optimizer, distributed=outline.distributed)
     base = dataclasses.replace(run, parallel=sizes, model=model, optimizer=optimizer, micro_batch_size=1)
     # 0: unknown
-    if machine.memory_bytes and _states_at_least(policy, base) > machine.memory_bytes:
-        return
+    if left or (machine.memory_bytes and _states_at_least(policy, base) > machine.memory_bytes):
+        return ()
     try:
         divisible(base)
     except MpbridgeError:
-        return
-    each = run.global_batch_size // sizes.data
-    for micro in MICRO_BATCHES:
-        if (
-            each % micro
-            or (sizes.pipeline > 1 and each // micro < sizes.pipeline)
-            or ((sizes.virtual_pipeline or 1) > 1 and each // micro % sizes.pipeline)
-        ):
-            continue
-        for recompute in recompute_choices(run):
-            yield dataclasses.replace(base, micro_batch_size=micro, model={**model, **recompute})
+        return ()
+    turns = sizes.pipeline if (sizes.virtual_pipeline or 1) > 1 else 1
+    least = sizes.pipeline  # micro-batches, so that no stage idles
+    micros = [size for size in MICRO_BATCHES if each % size == 0 and each // size % turns == 0]
+    micros = [size for size in micros if least == 1 or each // size >= least]
+    own = {name: run.model.get(name) for name in NONE}
+    choices = [NONE, *([own] if own["recompute_granularity"] == "selective" else []), FULL]
+    return tuple(
+        dataclasses.replace(base, micro_batch_size=micro, model={**model, **choice})
+        for micro in micros
+        for choice in choices
+    )
 
 
 def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
@@ -155,9 +128,8 @@ def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
         each /= run.parallel.data
     # layers of one kind have the same weights
     kinds = [run.shape.parts(layer) for layer in range(run.shape.num_layers)]
-    weights = sum(
-        kinds.count(kind) * sum(w.elements for w in rank_weights(run, kinds.index(kind))) for kind in set(kinds)
-    )
+    first = {kind: rank_weights(run, kinds.index(kind)) for kind in set(kinds)}
+    weights = sum(kinds.count(kind) * sum(one.elements for one in found) for kind, found in first.items())
     return weights / run.parallel.pipeline * each
 
 
@@ -169,10 +141,9 @@ def _experts(run: RunFacts, ranks: int) -> list[int]:
     """Expert-parallel sizes: the four smallest that leave at most 32 experts per GPU; otherwise the largest that divides."""
     if not run.shape.experts:
         return [1]
-    found = [
-        size for size in _powers(min(run.shape.experts, ranks)) if run.shape.experts % size == 0 and ranks % size == 0
-    ]
-    return [size for size in found if run.shape.experts // size <= EXPERTS_PER_GPU][:4] or found[-1:]
+    experts = run.shape.experts
+    found = [size for size in _powers(min(experts, ranks)) if experts % size == 0 and ranks % size == 0]
+    return [size for size in found if experts // size <= EXPERTS_PER_GPU][:4] or found[-1:]
 
 
 def virtuals(run: RunFacts) -> Iterator[RunFacts]:
@@ -214,11 +185,7 @@ def placement(layers: int, ahead: int, chunks: int) -> Mapping[str, Any] | None:
     return {"pipeline_model_parallel_layout": f"E{'t' * first}|{middle}{'t' * last}{'m' * ahead}L"}
 
 
-PLACES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-)
+PLACES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
 
 
 def line(run: RunFacts, than: RunFacts | None = None, *, left: Collection[str] = ()) -> str:
@@ -254,11 +221,5 @@ def _settings(run: RunFacts) -> list[str]:
 
 def _setting(name: str, value: object) -> str:
     """A model setting quoted for a shell: a layout contains brackets and bars, a list of modules contains quotes."""
-    text = (
-        json.dumps(list(value), separators=(",", ":"))
-        if isinstance(value, (list, tuple))
-        else "null"
-        if value is None
-        else value
-    )
-    return shlex.quote(f"model.{name}={text}")
+    text = json.dumps(list(value), separators=(",", ":")) if isinstance(value, (list, tuple)) else value
+    return shlex.quote(f"model.{name}={'null' if text is None else text}")

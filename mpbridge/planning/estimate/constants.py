@@ -76,14 +76,10 @@ def read_machine(path: Path) -> tuple[Machine, Constants]:
     _known(path, "peak.", data["peak"], FORMATS)
     _known(path, "constants.", own, held.shared)
     peak = {str(name): _positive(path, f"peak.{name}", value) for name, value in data["peak"].items()}
-    given = _numbers(path, data)
-    made = dataclasses.replace(
-        base,
-        name=str(data.get("name") or base.name),
-        peak=tuple({**dict(base.peak), **peak}.items()),
-        memory_source="from the machine file" if "memory_bytes" in given else base.memory_source,
-        **given,
-    )
+    given = _numbers(path, data) | {"name": str(data.get("name") or base.name)}
+    if "memory_bytes" in given:
+        given["memory_source"] = "from the machine file"
+    made = dataclasses.replace(base, peak=tuple({**dict(base.peak), **peak}.items()), **given)
     shared = {**held.shared, **{name: _positive(path, f"constants.{name}", value) for name, value in own.items()}}
     return made, dataclasses.replace(held, shared=shared, machines={**held.machines, made.name: 1.0})
 
@@ -97,15 +93,13 @@ def _mapping(path: Path) -> dict[str, Any]:
             raise BadValue(f"machine file {path} has more than {LARGEST:,} bytes")
         data = yaml.safe_load(text_of(path))
     except OSError as error:
-        raise BadValue(
-            f"machine file {path}: {error.strerror or error}, expected one that `mpbridge calibrate --out FILE` wrote"
-        ) from None
+        what = f"{error.strerror or error}, expected one that `mpbridge calibrate --out FILE` wrote"
+        raise BadValue(f"machine file {path}: {what}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadValue(f"machine file {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(data, dict) or not isinstance(data.get("machine"), str) or not isinstance(data.get("peak"), dict):
-        raise BadValue(
-            f"machine file {path}: expected the mapping that `mpbridge calibrate` writes, with machine and peak"
-        )
+        what = "the mapping that `mpbridge calibrate` writes, with machine and peak"
+        raise BadValue(f"machine file {path}: expected {what}")
     return data
 
 

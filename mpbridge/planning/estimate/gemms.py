@@ -1,6 +1,5 @@
 """The matrix products of a rank's layers and output layer, per micro-batch; and model FLOPs per token, forward and backward, without recomputation
-and padding: as counted in published tables, and as in PaLM's appendix.
-"""
+and padding: as counted in published tables, and as in PaLM's appendix."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts
+from mpbridge.common.formats import DType
 from mpbridge.planning.estimate.price import MatrixProduct, Pass
 from mpbridge.planning.memory.activations import recomputed_modules
 from mpbridge.planning.memory.identical_layers import layer_kinds, windowed
@@ -23,8 +23,7 @@ from mpbridge.precision.policy import PrecisionPolicy, Quant
 def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
     """Floating-point operations per token as published tables count them: causal attention halved, no router.
 
-    model: the model section, for sliding windows. Agrees with "Model TFLOP/s/GPU" of Megatron Bridge's performance summaries within 0.2 % in the median.
-    """
+    model: the model section, for sliding windows. Agrees with "Model TFLOP/s/GPU" of Megatron Bridge's performance summaries within 0.2 % in the median."""
     scores = sum(shape.attention_width * attended(shape, model, layer) for layer in _attending(shape))
     return 6 * (_weights(shape) + scores) + _scans(shape)
 
@@ -34,13 +33,11 @@ def whole_square_flops_per_token(shape: ModelShape) -> int:
 
     6 for every weight that a token is multiplied by (2 forward, 4 backward), plus 12 * layers * sequence * (heads * head size) for attention:
     the "6N + 12LHQT" of PaLM (arXiv 2204.02311, appendix B). N is counted from the shape instead of the parameters: embeddings, norms and biases
-    are not multiplied, the output layer is, and only the experts that a token visits are counted.
-    """
+    are not multiplied, the output layer is, and only the experts that a token visits are counted."""
     layers = _layers(shape)
     routers = sum(shape.hidden_size * (shape.experts or 0) for layer in layers if shape.is_expert_layer(layer))
-    return 6 * (_weights(shape) + routers + len(_attending(shape)) * shape.attention_width * shape.seq_length) + _scans(
-        shape
-    )
+    scores = len(_attending(shape)) * shape.attention_width * shape.seq_length
+    return 6 * (_weights(shape) + routers + scores) + _scans(shape)
 
 
 def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
@@ -89,31 +86,24 @@ def routed(run: RunFacts) -> int:
 def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> Iterator[MatrixProduct]:
     """Every product of those model chunks per micro-batch, including recomputed ones; identical layers are counted, not listed."""
     kinds, alike = layer_kinds(policy, run), Counter[tuple[bool, int]]()
+    hidden, wide = run.shape.hidden_size, (policy.compute.short, "")
     for chunk in chunks:
         again = full_layers(run, len(chunk.layers))
         alike.update((place < again, kinds[layer]) for place, layer in enumerate(chunk.layers))
-        yield from _beside_layers(policy, run, chunk)
+        if chunk.mtp:
+            out = hidden // run.parallel.tensor
+            for index in range(run.shape.mtp_layers):
+                yield from linear_gemms("mtp.eh_proj", run.tokens, out, 2 * hidden, wide)
+                yield from layer_gemms(policy, run, run.shape.num_layers - 1, f"mtp.layers.{index}.transformer_layer")
+        for _ in range(chunk.heads(run.shape)):
+            rows = run.shape.vocab_size // run.parallel.tensor
+            yield from linear_gemms("output_layer", run.tokens, rows, hidden, wide)
     made = {layer: tuple(layer_gemms(policy, run, layer, f"decoder.layers.{layer}")) for _, layer in alike}
     for (repeated, layer), count in alike.items():
         for gemm in made[layer]:
             yield gemm if count == 1 else replace(gemm, times=gemm.times * count)
             if repeated and gemm.step == "forward":
                 yield replace(gemm, step="recompute", times=gemm.times * count)
-
-
-def _beside_layers(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[MatrixProduct]:
-    """Products of multi-token prediction and output layers."""
-    depth = run.shape.num_layers
-    if chunk.mtp:
-        hidden = run.shape.hidden_size
-        for index in range(run.shape.mtp_layers):
-            yield from linear_gemms(
-                "mtp.eh_proj", run.tokens, hidden // run.parallel.tensor, 2 * hidden, (policy.compute.short, "")
-            )
-            yield from layer_gemms(policy, run, depth - 1, f"mtp.layers.{index}.transformer_layer")
-    for _ in range(chunk.heads(run.shape)):
-        rows = run.shape.vocab_size // run.parallel.tensor
-        yield from linear_gemms("output_layer", run.tokens, rows, run.shape.hidden_size, (policy.compute.short, ""))
 
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
@@ -174,7 +164,7 @@ def _linear(
     elif (whole or weight.module.endswith("_latent_proj")) and run.parallel.sequence:
         rows //= run.parallel.tensor
     times = experts if weight.expert else 1
-    kinds = {step: (policy.compute.short, "") if (rule := rules[step]) is None else _operands(rule) for step in PASSES}
+    kinds = {step: operands(rules[step], policy.compute) for step in PASSES}
     made = [*linear_gemms(name, rows, out, inner, kinds, times=times, grouped=weight.expert)]
     yield from made[: 2 if is_frozen(policy, f"{prefix}.{weight.path}") else 3]  # what is frozen has no gradient
     if recomputed(run, weight.module, mixture=mixture):
@@ -200,14 +190,6 @@ def linear_gemms(
         )
 
 
-def quantized(gemm: MatrixProduct, quant: Quant | None) -> MatrixProduct:
-    """The product with its operands quantized under that rule."""
-    if quant is None:
-        return gemm
-    form, scaling = _operands(quant)
-    return replace(gemm, format=form, scaling=scaling)
-
-
-def _operands(quant: Quant) -> tuple[str, str]:
-    """(format, scaling) of a product's operands under that rule."""
-    return f"fp{quant.bits}", quant.scaling
+def operands(quant: Quant | None, compute: DType) -> tuple[str, str]:
+    """(format, scaling) of a product's operands under that rule; compute: without one."""
+    return (compute.short, "") if quant is None else (f"fp{quant.bits}", quant.scaling)

@@ -77,8 +77,7 @@ def search(
 
     Candidates are taken from the shortest step that they may have (`Bounds`): few are priced, and of these few are held against bytes and rules.
     stated: the author set whether the optimizer is distributed, so it is not changed. below: only steps of fewer seconds.
-    refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested.
-    """
+    refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested."""
     if most < 1:
         raise BadValue(f"{most} layouts: expected at least 1")
     tally = Counter[str]() if refused is None else refused
@@ -126,14 +125,11 @@ def _plainest(policy: PrecisionPolicy, best: Layout, pool: _Pool) -> Layout:
     for other in virtuals(best.run):
         if (other.parallel.virtual_pipeline or 1) > (best.run.parallel.virtual_pipeline or 1):
             break
-        family = _Family(policy, (other,), pool.bounds)
-        if (
-            family.bounds.verdict(other, pool.machine.memory_bytes) != "fits"
-            or family.bounds.seconds(other) >= 1.01 * best.seconds
-        ):
+        family, longest = _Family(policy, (other,), pool.bounds), 1.01 * best.seconds
+        if family.bounds.verdict(other, pool.machine.memory_bytes) != "fits" or family.bounds.seconds(other) >= longest:
             continue
         one = pool.price(other, family, Counter())
-        layout = _judged(one, pool.machine, Counter()) if one and one.seconds < 1.01 * best.seconds else None
+        layout = _judged(one, pool.machine, Counter()) if one and one.seconds < longest else None
         if layout is not None and layout.answer == "fits":
             return layout
     return best
@@ -156,11 +152,8 @@ def why_none(
 ) -> str:
     """What refuses every layout: a rule, the memory or the sizes; given what `search` counted."""
     if refused:
-        reason, count = refused.most_common(1)[0]
-        others = (
-            f" ({count} of {refused.total()} layouts; next: {refused.most_common(2)[1][0]})" if len(refused) > 1 else ""
-        )
-        return f"{reason}{others}"
+        (reason, count), *others = refused.most_common(2)
+        return reason + (f" ({count} of {refused.total()} layouts; next: {others[0][0]})" if others else "")
     if any(families(policy, run, dataclasses.replace(machine, memory_bytes=0), stated=stated)):
         return f"weights and gradients alone exceed the memory of {run.parallel.world_size} x {machine.label}: more GPUs, or a recipe with fewer bytes (mpbridge memory --compare)"
     return f"sizes must divide {run.parallel.world_size} GPUs, layers, heads and the global batch of {run.global_batch_size}"
@@ -238,10 +231,9 @@ class _Pool:
         """A group's families, if a batch can be divided so."""
         if not outlines or (one := largest(run, outlines[0])) is None:
             return
+        most = max(outline.sizes.virtual_pipeline or 1 for outline in outlines)
         try:
-            self.put(
-                _Group(one, run, outlines), self.bounds.group(one, max(o.sizes.virtual_pipeline or 1 for o in outlines))
-            )
+            self.put(_Group(one, run, outlines), self.bounds.group(one, most))
         except MpbridgeError as error:
             self._refused[error.line] += 1
 
@@ -343,12 +335,8 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
         wider = dataclasses.replace(run, parallel=dataclasses.replace(here, world_size=here.world_size * factor))
         if run.global_batch_size % max(1, run.micro_batch_size * wider.parallel.data):
             wider = dataclasses.replace(wider, global_batch_size=run.global_batch_size * factor)
-        every = [
-            (candidate, shared)
-            for family in families(policy, wider, machine, stated=stated)
-            for shared in (_Family(policy, family, bounds),)
-            for candidate in family
-        ]
+        alike = [(one, _Family(policy, one, bounds)) for one in families(policy, wider, machine, stated=stated)]
+        every = [(candidate, shared) for family, shared in alike for candidate in family]
         for candidate, shared in sorted(every, key=lambda one: _distance(run, one[0])):
             with contextlib.suppress(MpbridgeError):
                 if _fits(policy, candidate, shared, machine, known):

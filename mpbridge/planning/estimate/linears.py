@@ -10,7 +10,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.constants import Constants
-from mpbridge.planning.estimate.gemms import full_layers, layer_gemms, linear_gemms, quantized
+from mpbridge.planning.estimate.gemms import full_layers, layer_gemms, linear_gemms, operands
 from mpbridge.planning.estimate.memory_traffic import quantized_bytes
 from mpbridge.planning.estimate.price import MatrixProduct, gemm_seconds
 from mpbridge.precision.policy import PrecisionPolicy
@@ -53,8 +53,7 @@ def linear_seconds(
     basis: Basis,
 ) -> float:
     """Seconds of one linear [out, inner] on `rows` tokens, forward and backward, under `quant`; as `layer_seconds`."""
-    gemms = [quantized(gemm, quant) for gemm in linear_gemms("linear", rows, out, inner, (compute.short, ""))]
-    return seconds_of(gemms, machine, using, basis)
+    return seconds_of(linear_gemms("linear", rows, out, inner, operands(quant, compute)), machine, using, basis)
 
 
 def seconds_of(gemms: Iterable[MatrixProduct], machine: Machine, using: Constants, basis: Basis) -> float:

@@ -1,7 +1,6 @@
 """Memory traffic per micro-batch, in bytes: norms and residuals, activation functions, routing, casts, weights, the loss.
 
-Counted per token and layer, with every operand read once and written once by each kernel of the forward and backward passes.
-"""
+Counted per token and layer, with every operand read once and written once by each kernel of the forward and backward passes."""
 
 from __future__ import annotations
 
@@ -76,13 +75,11 @@ def traffic(
             if mixture:
                 # an FP32 router casts its input and its input's gradient
                 casts = 16 * shape.hidden_size if run.model.get("moe_router_dtype") else 0
-                found["routing"] += share * (
-                    12 * shape.expert_topk * shape.expert_hidden_size + 8 * (shape.experts or 0) + casts
-                )
+                sent = 12 * shape.expert_topk * shape.expert_hidden_size
+                found["routing"] += share * (sent + 8 * (shape.experts or 0) + casts)
         found["loss"] += chunk.heads(shape) * 12 * shape.vocab_size * rows / tensor
-    found["quantization"] += quantized_bytes(gemms, run.machine.arch if run.machine is not None else None) * (
-        0.6 if fused and shape.experts else 1
-    )
+    cast = quantized_bytes(gemms, run.machine.arch if run.machine is not None else None)
+    found["quantization"] += cast * (0.6 if fused and shape.experts else 1)
     found["weights"] += weights
     return tuple(MemoryTraffic(kind=kind, bytes=size) for kind, size in found.items() if size)
 
@@ -108,13 +105,8 @@ def quantized_bytes(gemms: Iterable[MatrixProduct], arch: tuple[int, int] | None
         if not gemm.scaling or gemm.step == "wgrad":
             continue
         # forward casts the input [m, k], dgrad the output's gradient [m, k]; the weight gradient reuses both
-        total += gemm.m * gemm.k * gemm.times * cast_bytes(gemm.scaling, bits_of_format(gemm.format), arch)
+        total += gemm.m * gemm.k * gemm.times * cast_bytes(gemm.scaling, int(gemm.format.removeprefix("fp")), arch)
     return total
-
-
-def bits_of_format(name: str) -> int:
-    """Bits per element of 'fp8' or 'fp4'."""
-    return int(name.removeprefix("fp"))
 
 
 def cast_bytes(name: str, bits: int, arch: tuple[int, int] | None) -> float:

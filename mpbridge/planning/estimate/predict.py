@@ -1,7 +1,6 @@
 """`estimate`: the time of a step with its error band, the resulting rates in tokens and FLOPs, and where the time goes.
 
-Seconds per step come from ideal times and constants: stages, pipeline, and what waits for what. `timing` reads what a run of mpbridge measured.
-"""
+Seconds per step come from ideal times and constants: stages, pipeline, and what waits for what. `timing` reads what a run of mpbridge measured."""
 
 from __future__ import annotations
 
@@ -53,19 +52,15 @@ def ideal(
 ) -> Ideal:
     """Every stage's operations at ideal speed. Raises BadValue for sizes that do not divide or formats without a rate.
 
-    known: the result of `standing_work` for a run with the same sizes.
-    """
+    known: the result of `standing_work` for a run with the same sizes."""
     parallel = run.parallel
     every = parallel.world_size // parallel.pipeline
     kind = {stage: first for first, same in distinct_stages(policy, run).items() for stage in same}
     priced = {}
     for stage in set(kind.values()):
         one = work(policy, run, stage * every, None if known is None else known[stage])
-        priced[stage] = (
-            micro_seconds(run, one, machine),
-            host_units(run, one),
-            step_seconds(run, one.optimizer, one.step, machine),
-        )
+        once = step_seconds(run, one.optimizer, one.step, machine)
+        priced[stage] = micro_seconds(run, one, machine), host_units(run, one), once
     micro, host, step = zip(*(priced[kind[stage]] for stage in range(parallel.pipeline)), strict=True)
     return Ideal(
         machine=machine.name,
@@ -81,10 +76,8 @@ def ideal(
 def standing_work(policy: PrecisionPolicy, run: RunFacts) -> Mapping[int, Standing]:
     """The `Standing` of each kind of stage, by its first stage. Raises BadValue if layers do not divide."""
     every = run.parallel.world_size // run.parallel.pipeline
-    return {
-        stage: standing(policy, run, Coordinates.of(stage * every, run.parallel))
-        for stage in distinct_stages(policy, run)
-    }
+    at = {stage: Coordinates.of(stage * every, run.parallel) for stage in distinct_stages(policy, run)}
+    return {stage: standing(policy, run, first) for stage, first in at.items()}
 
 
 def seconds(made: Ideal, using: Constants) -> Mapping[str, float]:
@@ -181,7 +174,7 @@ def estimate(
         parts=grouped(parts),
         tokens_per_second=tokens,
         flops_per_second=tokens * model_flops_per_token(run.shape, run.model),
-        peak=_peak(policy, where),
+        peak=where.flops(policy.narrowest) or where.flops("bf16") or 0.0,
         world=run.parallel.world_size,
         left_out=left_out_of_time(run),
     )
@@ -207,11 +200,6 @@ def grouped(parts: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _peak(policy: PrecisionPolicy, machine: Machine) -> float:
-    low = "fp4" if policy.fp4 else "fp8" if policy.fp8 else policy.compute.short
-    return machine.flops(low) or machine.flops("bf16") or 0.0
-
-
 def unusual(run: RunFacts) -> str:
     """Why a model's kernels differ from those of the fitted rows; empty if they do not."""
     found = []
@@ -228,15 +216,11 @@ def unusual(run: RunFacts) -> str:
 
 def longer(run: RunFacts) -> str:
     """How far steps with unusual kernels are from their prediction, always on one side (`scripts/evidence/fit_step_time.py`); empty for usual kernels."""
-    odd = unusual(run)
-    seen = ("all 50", "1.5", "2.1") if _MAMBA in odd else ("26 of 27", "1.6", "2.2")
-    return (
-        "{}: {} published runs of such a model take longer than predicted, {} times in the median, {} at worst".format(
-            odd, *seen
-        )
-        if odd
-        else ""
-    )
+    if not (odd := unusual(run)):
+        return ""
+    seen, median, worst = ("all 50", "1.5", "2.1") if _MAMBA in odd else ("26 of 27", "1.6", "2.2")
+    said = f"{seen} published runs of such a model take longer than predicted"
+    return f"{odd}: {said}, {median} times in the median, {worst} at worst"
 
 
 _MAMBA = "Mamba layers"

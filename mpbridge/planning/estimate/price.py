@@ -1,8 +1,7 @@
 """The operations of one training step on one rank, as megatron-core issues them: matrix products, attention, memory traffic, collectives; and their
 ideal seconds, by the constant that each is multiplied by.
 
-Sizes are per rank. `simulate --step` records the real megatron-core's products and collectives and compares them with this list.
-"""
+Sizes are per rank. `simulate --step` records the real megatron-core's products and collectives and compares them with this list."""
 
 from __future__ import annotations
 
@@ -108,11 +107,6 @@ class Work:
     """What is not priced, with the sign of the error."""
 
 
-def flops(gemms: Iterable[MatrixProduct]) -> float:
-    """Sum over all products."""
-    return sum(gemm.flops for gemm in gemms)
-
-
 HOST_MOE, HOST_DENSE = 1.0, 0.25
 """Host work per layer and micro-batch, in units of the constant 'host': kernel launches of a mixture of experts, and of a dense layer."""
 HOST_LATENT, HOST_SHARED = 0.25, 0.1
@@ -182,24 +176,17 @@ def host_units(run: RunFacts, work: Work) -> float:
     model = run.model
     scope = model.get("cuda_graph_scope")
     scopes = [scope] if isinstance(scope, str) else list(scope or ())
-    graphed = (
-        model.get("cuda_graph_impl") not in (None, "none")
-        or model.get("enable_cuda_graph")
-        or model.get("external_cuda_graph")
-    )
+    graphed = model.get("cuda_graph_impl") not in (None, "none")
     factor = 1.0
     # newer releases of megatron-core select full-iteration graphs by implementation, older ones by scope
     if any("full_iteration" in str(item) for item in (*scopes, model.get("cuda_graph_impl"))):
         factor = 0.0
-    elif graphed:
+    elif graphed or model.get("enable_cuda_graph") or model.get("external_cuda_graph"):
         factor = 0.5 if any(str(item) in ("attn", "full") for item in scopes) or not scopes else 0.8
     flexible = model.get("moe_token_dispatcher_type") == "flex"
     routing = (1.0 if flexible else 1.3) * (1.4 if model.get("overlap_moe_expert_parallel_comm") else 1.0)
-    each = (
-        HOST_MOE
-        + (HOST_LATENT if run.shape.latent_attention else 0)
-        + (HOST_SHARED if run.shape.shared_expert_size else 0)
-    )
+    beside = (HOST_LATENT, run.shape.latent_attention), (HOST_SHARED, run.shape.shared_expert_size)
+    each = HOST_MOE + sum(units for units, has in beside if has)
     return factor * (each * routing * work.experts + HOST_DENSE * (work.layers - work.experts))
 
 
@@ -215,7 +202,7 @@ def _wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, f
         "all_reduce": 2 * size * share,
     }.get(one.kind, size)
     if one.group == "tensor":
-        name = "tensor_overlapped" if _hidden(run) else "tensor"
+        name = "tensor_overlapped" if run.model.get("tp_comm_overlap") else "tensor"
         return [(name, moved / _link(machine, one.ranks))]
     if one.group == "context":
         return [("context", moved / _link(machine, one.ranks * run.parallel.tensor))]
@@ -224,10 +211,6 @@ def _wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, f
         name = "pipeline_overlapped" if (run.parallel.virtual_pipeline or 1) > 1 else "pipeline"
         return [(name, moved / 2 / _link(machine, run.parallel.world_size))]
     return [("data", moved / _link(machine, run.parallel.world_size))]
-
-
-def _hidden(run: RunFacts) -> bool:
-    return bool(run.model.get("tp_comm_overlap"))
 
 
 def _link(machine: Machine, reach: int) -> float:

@@ -1,8 +1,7 @@
 """What a rank keeps from its forward passes for their backward passes: an estimate, and labelled as one wherever it is shown.
 
 Counted as in arXiv 2205.05198 (Reducing Activation Recomputation), with quantized inputs of linears kept in low precision, and attention scores kept if
-attention is not fused. Fragmentation and load imbalance between experts are not included.
-"""
+attention is not fused. Fragmentation and load imbalance between experts are not included."""
 
 from __future__ import annotations
 
@@ -245,8 +244,7 @@ def _normed(run: RunFacts, parts: tuple[str, ...], low: float, wide: int, apart:
     """Bytes an element of the outputs of a layer's norms, as what reads them keeps them: (of norms that are modules of their own, of the others).
 
     The router keeps the original, a quantized copy is apart from it where the shared expert does not keep it as well; latent attention's two down
-    projections have a copy each.
-    """
+    projections have a copy each."""
     latent, own, folded = run.shape.latent_attention, 0.0, 0.0
     for part in parts:
         if part == "experts":

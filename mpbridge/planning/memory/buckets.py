@@ -1,8 +1,7 @@
 """megatron-core's parameter-and-gradient buffers: layout, padding, and which shard a rank owns.
 
 Source: 0.16.1, distributed/distributed_data_parallel.py and param_and_grad_buffer.py: parameters are placed in reverse order; under the distributed optimizer each
-starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(group, 128), so that it divides into equal shards.
-"""
+starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(group, 128), so that it divides into equal shards."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class Buffer:
 def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, stage: int, index: int) -> list[Buffer]:
     """The buffers of one model chunk.
 
-    chunk: (parameter, stored dtype, gradient dtype) in model order. stage, index: of the pipeline stage and the chunk, which determine the bucketing.
-    """
+    chunk: (parameter, stored dtype, gradient dtype) in model order. stage, index: of the pipeline stage and the chunk, which determine the bucketing."""
     groups: dict[tuple[bool, DType, DType], list[Parameter]] = {}
     for parameter, dtype, grads in chunk:
         apart = parameter.weight.expert and run.parallel.expert > 1
@@ -94,16 +92,10 @@ def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, s
 
 def empty(run: RunFacts, params: DType, grads: DType, *, apart: bool) -> Buffer:
     """A buffer of these dtypes without parameters."""
-    return Buffer(
-        params=params,
-        grads=grads,
-        # more instances than ranks: `optimizer-instances-without-ranks` refuses them
-        group=max(
-            1, run.parallel.replicas(expert=apart) // int(run.ddp.get("num_distributed_optimizer_instances") or 1)
-        ),
-        apart=apart,
-        distributed=run.optimizer.distributed,
-    )
+    instances = int(run.ddp.get("num_distributed_optimizer_instances") or 1)
+    # more instances than ranks: `optimizer-instances-without-ranks` refuses them
+    group = max(1, run.parallel.replicas(expert=apart) // instances)
+    return Buffer(params=params, grads=grads, group=group, apart=apart, distributed=run.optimizer.distributed)
 
 
 def bucket_size(run: RunFacts) -> int | None:

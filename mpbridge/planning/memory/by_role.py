@@ -1,6 +1,5 @@
 """Bytes on a GPU, by role: exact where megatron-core's layout is followed, marked as an estimate elsewhere. Also finds changes that would make a run fit, and why
-it needs more or less than with bf16_mixed.
-"""
+it needs more or less than with bf16_mixed."""
 
 from __future__ import annotations
 
@@ -44,13 +43,10 @@ class States:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What one rank holds, in bytes."""
+class Memory(States):
+    """What one rank holds, in bytes: its states and the rest."""
 
-    rank: int
     stage: int
-    roles: Mapping[str, int]
-    """Bytes by role, without roles that are absent."""
     activations: int
     """Estimate."""
     overheads: tuple[Overhead, ...]
@@ -59,8 +55,6 @@ class Memory:
     """Device memory that torch does not account for."""
     uncertainty: float
     """Relative error of `activations` not exceeded in nine of ten measured cases."""
-    elements: int
-    """Parameters on this rank before sharding."""
     exact: bool
     """Whether `roles` has every state to the byte."""
 
@@ -87,11 +81,8 @@ class Memory:
     @property
     def band(self) -> int:
         """Bytes that `needed` may be off: the parts' errors, independent of each other."""
-        parts = [
-            self.activations * self.uncertainty,
-            *(part.bytes * part.band for part in (*self.overheads, *self.outside)),
-        ]
-        return int(math.sqrt(sum(part**2 for part in parts)))
+        parts = [part.bytes * part.band for part in (*self.overheads, *self.outside)]
+        return int(math.hypot(self.activations * self.uncertainty, *parts))
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -145,10 +136,8 @@ def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine, mine: Memory |
         if other.needed < mine.needed:
             tried.append((other.needed, words, verdict(other, available)))
     enough = [f"{words} ({as_text(size)})" for size, words, answer in sorted(tried) if answer == "fits"]
-    most = [
-        f"{words} ({as_text(size)}, {'tight' if answer == 'tight' else 'not enough alone'})"
-        for size, words, answer in sorted(tried)[:3]
-    ]
+    alone = {"tight": "tight", "does not fit": "not enough alone"}
+    most = [f"{words} ({as_text(size)}, {alone[answer]})" for size, words, answer in sorted(tried)[:3] if not enough]
     return Fit(answer=said, needed=mine.needed, band=mine.band, available=available, ways=tuple(enough or most))
 
 
@@ -169,10 +158,8 @@ def total_parameters(run: RunFacts) -> int:
 
 def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
     """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam with main weights wastes if the engine has its own."""
-    at = Coordinates.of(rank, run.parallel)
-    return 4 * sum(
-        -(-p.weight.elements // run.parallel.replicas(expert=p.weight.expert)) for p in rank_parameters(run, at)
-    )
+    at, ranks = Coordinates.of(rank, run.parallel), run.parallel.replicas
+    return 4 * sum(-(-p.weight.elements // ranks(expert=p.weight.expert)) for p in rank_parameters(run, at))
 
 
 def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
@@ -198,8 +185,7 @@ def with_states(
 ) -> Memory:
     """The memory of the rank that holds those states. held: from a run with the same sizes, regardless of micro-batch size and recomputation.
 
-    known: for `activations`. every: without it overheads that depend on single parameters are left out.
-    """
+    known: for `activations`. every: without it overheads that depend on single parameters are left out."""
     at = Coordinates.of(held.rank, run.parallel)
     return Memory(
         rank=held.rank,
@@ -229,22 +215,18 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> Iterator[tuple[str,
         settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         words = " ".join(f"model.{name}={value}" for name, value in settings.items())
         yield words, policy, replace(run, model={**run.model, **settings})
-    if _unfused(run):
-        fused = {"bias_activation_fusion": True}
-        yield "model.bias_activation_fusion=true", policy, replace(run, model={**run.model, **fused})
+    # SwiGLU as several kernels, each of which keeps its inputs, could be one
+    kind = getattr(run.model.get("activation_func"), "__name__", run.model.get("activation_func"))
+    fused = run.model.get("bias_activation_fusion") or run.model.get("use_te_activation_func")
+    if run.shape.gated and kind == "silu" and not fused:
+        model = {**run.model, "bias_activation_fusion": True}
+        yield "model.bias_activation_fusion=true", policy, replace(run, model=model)
     if run.micro_batch_size > 1:
         yield "train.micro_batch_size=1", policy, replace(run, micro_batch_size=1)
     for words, sizes in _layouts(run):
         # a placement of layers on stages is valid only for that number of stages
         kept = sizes.pipeline == parallel.pipeline
         yield words, policy, replace(run, parallel=sizes) if kept else unsplit(run, sizes)
-
-
-def _unfused(run: RunFacts) -> bool:
-    """Whether SwiGLU is several kernels, each of which keeps its inputs, and could be one."""
-    kind = getattr(run.model.get("activation_func"), "__name__", run.model.get("activation_func"))
-    held = ("bias_activation_fusion", "use_te_activation_func")
-    return run.shape.gated and kind == "silu" and not any(run.model.get(name) for name in held)
 
 
 def _layouts(run: RunFacts) -> Iterator[tuple[str, Parallel]]:
@@ -289,13 +271,10 @@ def against_bf16(
 ) -> Comparison:
     """`policy` against bf16_mixed on the rank that holds most under `policy`.
 
-    reference: bf16_mixed's own policy and run, if known; otherwise its policy on this run, without the optimizer settings that the recipe wrote.
-    """
+    reference: bf16_mixed's own policy and run, if known; otherwise its policy on this run, without the optimizer settings that the recipe wrote."""
     own = mine or memory(policy, run)
-    base, base_run = reference or (
-        resolve(recipe(REFERENCE).make()),
-        replace(run, optimizer=replace(run.optimizer, settings={})),
-    )
+    bare = replace(run, optimizer=replace(run.optimizer, settings={}))
+    base, base_run = reference or (resolve(recipe(REFERENCE).make()), bare)
     other = memory(base, base_run, rank=own.rank)
     return Comparison(mine=own, reference=other, reasons=_reasons(policy, run, own, other))
 
@@ -313,16 +292,13 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
         say(role, text)
     say("weight_scales", "block scales")
     kept = keeps_of(policy, run)
-    main_weights = kept.get("main_params")
-    if main_weights is None:
+    main = kept.get("main_params")
+    if main is None:
         say("main_params", "parameters are their own main copy")
-    elif main_weights.owner == "optimizer":
-        say(
-            "main_params",
-            "main weights as 16-bit remainders of BF16 parameters"
-            if main_weights.dtype is DType.INT16
-            else f"main weights in {main_weights.dtype.short} by FusedAdam",
-        )
+    elif main.dtype is DType.INT16:
+        say("main_params", "main weights as 16-bit remainders of BF16 parameters")
+    elif main.owner == "optimizer":
+        say("main_params", f"main weights in {main.dtype.short} by FusedAdam")
     for role, name in (*((role, words) for role, (words, _) in MOMENTS.items()), ("grads", "gradient buffers")):
         if role in kept:
             say(role, f"{name} in {kept[role].dtype.short}")
@@ -337,13 +313,10 @@ def _about_quantized_weights(policy: PrecisionPolicy, run: RunFacts) -> Iterator
         return
     if quant.stored:
         yield "params", f"weights of the quantized linears are stored in {quant.bits} bits"
-        yield (
-            "weight_copies",
-            "MXFP8 weights are stored outside the buffer, which the gather borrows from the gradients",
-        )
+        why = "MXFP8 weights are stored outside the buffer, which the gather borrows from the gradients"
     else:
         why = "BF16 weights remain, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep only one of them)"
-        yield "weight_copies", why
+    yield "weight_copies", why
     if quant.row.stored.both_copies:
         why = f"{quant.scaling} scales run along the contraction dimension, so the rowwise and columnwise copies differ"
     else:

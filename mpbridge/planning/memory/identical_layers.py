@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
-from mpbridge.planning.memory.layers import Parameter, Same, chunk_parameters, layer_weights
+from mpbridge.planning.memory.layers import Parameter, chunk_parameters, layer_weights
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, has_final_norm, stage_chunks
 from mpbridge.precision.globs import DECODER
 from mpbridge.precision.policy import PrecisionPolicy
@@ -19,17 +19,13 @@ from mpbridge.precision.policy import PrecisionPolicy
 def layer_kinds(policy: PrecisionPolicy, run: RunFacts) -> tuple[int, ...]:
     """For each decoder layer the first layer identical to it: the same parameters and attention, under the same rules."""
     skip = run.model.get("window_attn_skip_freq")
-    return _kinds(
-        policy,
-        Same(run.shape),
-        bool(run.model.get("window_size")),
-        tuple(skip) if isinstance(skip, (list, tuple)) else skip,
-    )
+    skip = tuple(skip) if isinstance(skip, (list, tuple)) else skip
+    return _kinds(policy, run.shape, bool(run.model.get("window_size")), skip)
 
 
 @functools.lru_cache(maxsize=64)
-def _kinds(policy: PrecisionPolicy, key: Same[ModelShape], windows: bool, skip: Any) -> tuple[int, ...]:
-    rules, seen = _rules(policy, key), dict[object, int]()
+def _kinds(policy: PrecisionPolicy, shape: ModelShape, windows: bool, skip: Any) -> tuple[int, ...]:
+    rules, seen = _rules(policy, shape), dict[object, int]()
     model = {"window_size": windows, "window_attn_skip_freq": skip}
     return tuple(seen.setdefault((rules[layer], windowed(model, layer)), layer) for layer in range(len(rules)))
 
@@ -77,21 +73,17 @@ def windowed(model: Mapping[str, Any], layer: int) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _rules(policy: PrecisionPolicy, key: Same[ModelShape]) -> tuple[object, ...]:
+def _rules(policy: PrecisionPolicy, shape: ModelShape) -> tuple[object, ...]:
     """A policy's rules per layer: equal for layers that it treats the same."""
-    shape, experts = key.one, _names_experts(policy)
     kinds = {shape.parts(layer) for layer in range(shape.num_layers)}
-    modules = {parts: _modules(shape, parts, experts) for parts in kinds}
+    modules = {parts: _modules(shape, parts, _names_experts(policy)) for parts in kinds}
     known: dict[object, object] = {}
     found = []
     for layer in range(shape.num_layers):
         parts, prefix = shape.parts(layer), DECODER.format(layer)
         linears, names = modules[parts]
-        rules = (
-            tuple(tuple(policy.of_path(prefix + name, shape.num_layers)) for name in linears)
-            if policy.quantized
-            else ()
-        )
+        quantized = linears if policy.quantized else ()
+        rules = tuple(tuple(policy.of_path(prefix + name, shape.num_layers)) for name in quantized)
         named = policy.keep_fp32 or policy.frozen
         wide = tuple((kept_fp32(policy, prefix + name), is_frozen(policy, prefix + name)) for name in names if named)
         # one object per kind, so that callers can compare by identity
@@ -101,9 +93,8 @@ def _rules(policy: PrecisionPolicy, key: Same[ModelShape]) -> tuple[object, ...]
 
 def _names_experts(policy: PrecisionPolicy) -> bool:
     """Whether a rule may distinguish between experts of a layer."""
-    return bool(policy.keep_fp32 or policy.frozen) or any(
-        "local_experts" in region.modules for region in policy.regions
-    )
+    named = any("local_experts" in region.modules for region in policy.regions)
+    return named or bool(policy.keep_fp32 or policy.frozen)
 
 
 def _modules(shape: ModelShape, parts: tuple[str, ...], experts: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

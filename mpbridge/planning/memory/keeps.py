@@ -3,6 +3,7 @@ tables."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -58,20 +59,12 @@ def keeps(
     if trained == FROZEN:
         sharding = engine.sharded("params", distributed=optimizer.distributed, ddp=ddp)
         return MappingProxyType({"params": Holding(dtype=rests, owner="model", sharding=sharding)})
-    found = (
-        attribute(engine.keeps)(policy, optimizer, rests) if engine.keeps else _usual(policy, engine, optimizer, rests)
-    )
-    return MappingProxyType(
-        {
-            role: Holding(
-                dtype=dtype,
-                owner=owner,
-                sharding=engine.sharded(role, distributed=optimizer.distributed, ddp=ddp),
-                view_of=view,
-            )
-            for role, (dtype, owner, view) in found.items()
-        }
-    )
+    own = attribute(engine.keeps) if engine.keeps else functools.partial(_usual, engine=engine)
+    held = {}
+    for role, (dtype, owner, view) in own(policy, optimizer, rests).items():
+        sharding = engine.sharded(role, distributed=optimizer.distributed, ddp=ddp)
+        held[role] = Holding(dtype=dtype, owner=owner, sharding=sharding, view_of=view)
+    return MappingProxyType(held)
 
 
 def is_frozen(policy: PrecisionPolicy, parameter: str) -> bool:
@@ -88,8 +81,7 @@ def trained_by(
 
     core: megatron-core's version.
 
-    Source: megatron-core 0.16.1 optimizer/muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim.Muon takes matrices only.
-    """
+    Source: megatron-core 0.16.1 optimizer/muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim.Muon takes matrices only."""
     if policy is not None and is_frozen(policy, parameter):
         return FROZEN
     # megatron-core marks these two alone, so learned positions are a hidden matrix to it
@@ -106,7 +98,7 @@ def elements_of(role: str, shape: tuple[int, ...], elements: int) -> int:
 
 
 def _usual(
-    policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, rests: DType
+    policy: PrecisionPolicy, optimizer: OptimizerFacts, rests: DType, engine: EngineTraits
 ) -> dict[str, tuple[DType, Owner, str | None]]:
     """Role -> (dtype, owner, the role whose memory it shares) on an engine with one of the usual kinds of main weights."""
     found: dict[str, tuple[DType, Owner, str | None]] = {}
@@ -128,18 +120,15 @@ def _usual(
     return found
 
 
-def keeps_of(policy: PrecisionPolicy, run: RunFacts, at_rest: DType | None = None) -> Mapping[str, Holding]:
+def keeps_of(policy: PrecisionPolicy, run: RunFacts) -> Mapping[str, Holding]:
     """`keeps` for a run. The policy may leave optimizer facts open."""
-    settled = policy.settled(dict(run.optimizer.settings))
-    return keeps(settled, run.traits, run.optimizer, at_rest=at_rest, ddp=run.ddp)
+    return keeps(policy.settled(dict(run.optimizer.settings)), run.traits, run.optimizer, ddp=run.ddp)
 
 
 def kept_fp32(policy: PrecisionPolicy, parameter: str) -> bool:
     """Whether `keep_fp32` covers the parameter with that global name."""
-    return any(
-        fnmatchcase(parameter, pattern) or (pattern in ADAPTERS and is_adapter(parameter))
-        for pattern in policy.keep_fp32
-    )
+    adapter = is_adapter(parameter)
+    return any(fnmatchcase(parameter, glob) or (glob in ADAPTERS and adapter) for glob in policy.keep_fp32)
 
 
 def wires(policy: PrecisionPolicy, *, at_rest: DType | None = None, kept: bool = False) -> Mapping[str, DType]:
@@ -152,9 +141,8 @@ def wires(policy: PrecisionPolicy, *, at_rest: DType | None = None, kept: bool =
 
 def updater(asked: str, policy: PrecisionPolicy, engine: EngineTraits) -> str:
     """OptimizerFacts.name of a settled policy: on engines where only FusedAdam could hold main weights, "adam" is torch's own if that can keep the policy's states."""
-    return (
-        "torch_adamw" if asked == "adam" and engine.main_weights == "optimizer" and not fused(policy, engine) else asked
-    )
+    torchs = asked == "adam" and engine.main_weights == "optimizer" and not fused(policy, engine)
+    return "torch_adamw" if torchs else asked
 
 
 def fused(policy: PrecisionPolicy, engine: EngineTraits) -> bool:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
 from mpbridge.planning.memory.keeps import is_frozen
@@ -56,14 +56,10 @@ class Parameter:
     """0-based over the whole model; None: outside the layers."""
 
 
+@functools.lru_cache(maxsize=32)  # a search asks for a layout's states, buffers and sums in turn
 def parameters(run: RunFacts, at: Coordinates) -> tuple[tuple[Parameter, ...], ...]:
     """The parameters of each model chunk of the rank at these coordinates, in the order of named_parameters()."""
-    return _parameters(Same(run), at)
-
-
-@functools.lru_cache(maxsize=32)  # a search asks for a layout's states, buffers and sums in turn
-def _parameters(same: Same[RunFacts], at: Coordinates) -> tuple[tuple[Parameter, ...], ...]:
-    return tuple(tuple(chunk_parameters(same.one, at, chunk)) for chunk in at.chunks(same.one))
+    return tuple(tuple(chunk_parameters(run, at, chunk)) for chunk in at.chunks(run))
 
 
 def rank_parameters(run: RunFacts, at: Coordinates) -> Iterator[Parameter]:
@@ -112,35 +108,28 @@ def chunk_parameters(
     """The parameters of a model chunk of the rank at these coordinates. first_expert_only: of a layer's experts only the first."""
     shape, tensor = run.shape, run.parallel.tensor
     rows = shape.vocab_size // tensor
-    tied_apart = shape.tied and run.parallel.pipeline > 1
+    apart = run.parallel.pipeline > 1
     found: list[Parameter] = []
 
-    def outside(name: str, *size: int, linear: bool = False, split: Split | None = None, twin: bool = False) -> None:
-        found.append(Parameter(name, Weight(name, size, linear=linear, split=split, twin=twin), None))
+    def outside(name: str, *size: int, split: Split | None = None, twin: bool = False) -> None:
+        found.append(Parameter(name, Weight(name, size, split=split, twin=twin), None))
 
     # multi-token prediction embeds the next tokens on its own stage, with a second copy of the embedding
     if chunk.first or chunk.mtp:
-        outside(
-            "embedding.word_embeddings.weight",
-            rows,
-            shape.hidden_size,
-            twin=tied_apart or (bool(shape.mtp_layers) and run.parallel.pipeline > 1),
-        )
+        twin = apart and (shape.tied or shape.mtp_layers > 0)
+        outside("embedding.word_embeddings.weight", rows, shape.hidden_size, twin=twin)
         if shape.learned_positions:
-            outside(
-                "embedding.position_embeddings.weight",
-                run.model.get("max_sequence_length") or shape.seq_length,
-                shape.hidden_size,
-            )
+            positions = run.model.get("max_sequence_length") or shape.seq_length
+            outside("embedding.position_embeddings.weight", positions, shape.hidden_size)
     for layer in chunk.layers:
         found += _layer(run, at, layer, f"decoder.layers.{layer}.", first_expert_only)
     if has_final_norm(run, chunk):
-        for part in ("weight", "bias") if shape.norm_bias else ("weight",):
-            outside(f"decoder.{'final_norm' if shape.pattern else 'final_layernorm'}.{part}", shape.hidden_size)
+        norm = _norm(shape, f"decoder.{'final_norm' if shape.pattern else 'final_layernorm'}")
+        found += [Parameter(weight.path, weight, None) for weight in norm]
     if chunk.mtp:
         found += _mtp(run, at, first_expert_only)
     if chunk.last and not (shape.tied and chunk.first):
-        outside("output_layer.weight", rows, shape.hidden_size, split="column", twin=tied_apart)
+        outside("output_layer.weight", rows, shape.hidden_size, split="column", twin=apart and shape.tied)
     return found
 
 
@@ -172,40 +161,36 @@ def rank_weights(
 def _mtp(run: RunFacts, at: Coordinates, first_expert_only: bool) -> list[Parameter]:
     """Multi-token prediction depths, each with two norms, a projection and a full layer like the last one."""
     shape = run.shape
-    hidden = shape.hidden_size
+    last, hidden = shape.num_layers - 1, shape.hidden_size
+    projection = Weight("eh_proj.weight", (hidden // run.parallel.tensor, 2 * hidden), linear=True, split="column")
     found: list[Parameter] = []
     for depth in range(shape.mtp_layers):
         prefix = f"mtp.layers.{depth}."
-        norms = [Weight(f"{name}.{part}", (hidden,)) for name in ("enorm", "hnorm") for part in _parts(shape)]
-        projection = Weight("eh_proj.weight", (hidden // run.parallel.tensor, 2 * hidden), linear=True, split="column")
-        found += [Parameter(prefix + w.path, w, shape.num_layers - 1) for w in (*norms, projection)]
-        found += _layer(run, at, shape.num_layers - 1, f"{prefix}transformer_layer.", first_expert_only)
-        found += [
-            Parameter(
-                f"{prefix}final_layernorm.{part}", Weight(f"final_layernorm.{part}", (hidden,)), shape.num_layers - 1
-            )
-            for part in _parts(shape)
-        ]
+        before = (*_norm(shape, "enorm"), *_norm(shape, "hnorm"), projection)
+        found += [Parameter(prefix + weight.path, weight, last) for weight in before]
+        found += _layer(run, at, last, f"{prefix}transformer_layer.", first_expert_only)
+        found += [Parameter(prefix + weight.path, weight, last) for weight in _norm(shape, "final_layernorm")]
     return found
 
 
-def _parts(shape: ModelShape) -> tuple[str, ...]:
-    return ("weight", "bias") if shape.norm_bias else ("weight",)
-
-
 @functools.lru_cache(maxsize=512)
-def _layer_weights(
-    same: Same[ModelShape],
-    tensor: int,
-    expert_tensor: int,
-    local_experts: int,
+def layer_weights(
+    shape: ModelShape,
+    *,
     parts: tuple[str, ...],
-    shared_gate: bool,
-    whole_down: bool,
-    first_expert: int,
-    grouped: bool,
+    tensor: int = 1,
+    expert_tensor: int = 1,
+    local_experts: int | None = None,
+    shared_gate: bool = False,
+    whole_down: bool = True,
+    first_expert: int = 0,
+    grouped: bool = False,
 ) -> tuple[Weight, ...]:
-    shape, found = same.one, list[Weight]()
+    """A rank's share of the parameters of one layer.
+
+    parts: what it consists of (`ModelShape.parts`). local_experts: None: all. whole_down: latent attention's down projections are replicated on every rank
+    (Transformer Engine's modules), not split. grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear)."""
+    here, found = (shape.experts or 0) if local_experts is None else local_experts, list[Weight]()
     for part in parts:
         if part in OWN:
             found += OWN[part](shape, tensor)
@@ -214,7 +199,7 @@ def _layer_weights(
         if part == "attention":
             found += _latent(shape, tensor, whole_down) if shape.latent_attention else _attention(shape, tensor)
         elif part == "experts":
-            found += _experts(shape, tensor, expert_tensor, local_experts, shared_gate, first_expert, grouped)
+            found += _experts(shape, tensor, expert_tensor, here, shared_gate, first_expert, grouped)
         else:
             found += _mlp(shape, "mlp.", shape.ffn_hidden_size, tensor)
     return tuple(_with_adapters(shape, found) if shape.lora_rank else found)
@@ -232,8 +217,9 @@ def _with_adapters(shape: ModelShape, weights: list[Weight]) -> Iterator[Weight]
                 yield Weight(f"{weight.module}.adapter.{name}.weight", size, expert=weight.expert)
 
 
-def _norm(shape: ModelShape, name: str) -> list[Weight]:
-    return [Weight(f"{name}.{part}", (shape.hidden_size,)) for part in _parts(shape)]
+def _norm(shape: ModelShape, name: str, width: int | None = None) -> list[Weight]:
+    parts = ("weight", "bias") if shape.norm_bias else ("weight",)
+    return [Weight(f"{name}.{part}", (shape.hidden_size if width is None else width,)) for part in parts]
 
 
 def _mamba(shape: ModelShape, tensor: int) -> list[Weight]:
@@ -254,50 +240,8 @@ def _mamba(shape: ModelShape, tensor: int) -> list[Weight]:
 OWN: Mapping[str, Callable[[ModelShape, int], list[Weight]]] = MappingProxyType({"mamba": _mamba})
 """Part of `mixers.MIXERS` -> its weights on each of so many tensor-parallel ranks, with its norm."""
 
-
 CONVOLVED = 4
 """Tokens that a Mamba layer's convolution reads: MambaMixer's d_conv, which no setting changes."""
-
-
-T = TypeVar("T")
-
-
-class Same(Generic[T]):
-    """A shape or a run as a cache key, compared by identity: they contain mappings, so they are not hashable."""
-
-    __slots__ = ("one",)
-
-    def __init__(self, one: T) -> None:
-        self.one = one
-
-    def __hash__(self) -> int:
-        return id(self.one)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.one is self.one
-
-
-def layer_weights(
-    shape: ModelShape,
-    *,
-    parts: tuple[str, ...],
-    tensor: int = 1,
-    expert_tensor: int = 1,
-    local_experts: int | None = None,
-    shared_gate: bool = False,
-    whole_down: bool = True,
-    first_expert: int = 0,
-    grouped: bool = False,
-) -> tuple[Weight, ...]:
-    """A rank's share of the parameters of one layer.
-
-    parts: what it consists of (`ModelShape.parts`). local_experts: None: all. whole_down: latent attention's down projections are replicated on every rank
-    (Transformer Engine's modules), not split. grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear).
-    """
-    here = (shape.experts or 0) if local_experts is None else local_experts
-    return _layer_weights(
-        Same(shape), tensor, expert_tensor, here, parts, shared_gate, whole_down, first_expert, grouped
-    )
 
 
 def _column(path: str, out: int, inner: int, tensor: int, *, bias: bool, expert: bool = False) -> list[Weight]:
@@ -318,12 +262,8 @@ def _attention(shape: ModelShape, tensor: int) -> list[Weight]:
     found = sinks if shape.sinks else []
     found += _row("self_attention.linear_proj", shape.hidden_size, inner, tensor, bias=shape.linear_bias)
     found += _column("self_attention.linear_qkv", rows, shape.hidden_size, tensor, bias=shape.qkv_bias)
-    if shape.qk_layernorm:
-        found += [
-            Weight(f"self_attention.{name}.{part}", (width,))
-            for name in ("q_layernorm", "k_layernorm")
-            for part in _parts(shape)
-        ]
+    for name in ("q_layernorm", "k_layernorm") if shape.qk_layernorm else ():
+        found += _norm(shape, f"self_attention.{name}", width)
     return found
 
 
@@ -340,37 +280,19 @@ def _latent(shape: ModelShape, tensor: int, whole_down: bool) -> list[Weight]:
     else:
         found += _column("self_attention.linear_q_proj", q_rows, hidden, tensor, bias=False)
     found += _column("self_attention.linear_kv_down_proj", kv_rank + rope, hidden, down, bias=False)
-    found += _column(
-        "self_attention.linear_kv_up_proj",
-        heads * (latent["qk_head_dim"] + latent["v_head_dim"]),
-        kv_rank,
-        tensor,
-        bias=False,
-    )
-    if shape.qk_layernorm:
-        sizes = {"q_layernorm": q_rank, "kv_layernorm": kv_rank}
-        found += [
-            Weight(f"self_attention.{name}.{part}", (size,))
-            for name, size in sizes.items()
-            if size
-            for part in _parts(shape)
-        ]
+    kv_rows = heads * (latent["qk_head_dim"] + latent["v_head_dim"])
+    found += _column("self_attention.linear_kv_up_proj", kv_rows, kv_rank, tensor, bias=False)
+    for name, size in {"q_layernorm": q_rank, "kv_layernorm": kv_rank}.items() if shape.qk_layernorm else ():
+        found += _norm(shape, f"self_attention.{name}", size) if size else []
     return found
 
 
 def _mlp(
     shape: ModelShape, prefix: str, width: int, tensor: int, *, bias: bool | None = None, expert: bool = False
 ) -> list[Weight]:
-    has_bias = shape.linear_bias if bias is None else bias
-    found = _column(
-        f"{prefix}linear_fc1",
-        width * (2 if shape.gated else 1),
-        shape.hidden_size,
-        tensor,
-        bias=has_bias,
-        expert=expert,
-    )
-    return found + _row(f"{prefix}linear_fc2", shape.hidden_size, width, tensor, bias=has_bias, expert=expert)
+    bias, rows = shape.linear_bias if bias is None else bias, width * (2 if shape.gated else 1)
+    found = _column(f"{prefix}linear_fc1", rows, shape.hidden_size, tensor, bias=bias, expert=expert)
+    return found + _row(f"{prefix}linear_fc2", shape.hidden_size, width, tensor, bias=bias, expert=expert)
 
 
 def _experts(
@@ -382,16 +304,13 @@ def _experts(
     for number, size in enumerate(((latent, hidden), (hidden, latent)) if latent else (), 1):  # whole on every rank
         found += _column(f"mlp.fc{number}_latent_proj", *size, 1, bias=shape.linear_bias)
     inside = replace(shape, hidden_size=shape.expert_hidden_size)
+    indices, width = range(first, first + local), shape.expert_ffn_hidden_size
     if grouped:
-        one = _mlp(inside, "mlp.experts.", shape.expert_ffn_hidden_size, expert_tensor, expert=True)
-        found += [
-            replace(weight, path=f"{weight.path}{index}") for weight in one for index in range(first, first + local)
-        ]
+        one = _mlp(inside, "mlp.experts.", width, expert_tensor, expert=True)
+        found += [replace(weight, path=f"{weight.path}{index}") for weight in one for index in indices]
     else:
-        for index in range(first, first + local):
-            found += _mlp(
-                inside, f"mlp.experts.local_experts.{index}.", shape.expert_ffn_hidden_size, expert_tensor, expert=True
-            )
+        for index in indices:
+            found += _mlp(inside, f"mlp.experts.local_experts.{index}.", width, expert_tensor, expert=True)
     if shape.shared_expert_size:
         if shared_gate:
             found.append(Weight("mlp.shared_experts.gate_weight", (1, hidden)))

@@ -48,16 +48,14 @@ class Coverage:
         return index in self.named and index not in self.deciding
 
 
-def coverage(regions: Sequence[Region], stacks: Iterable[Stack], layers: int, *, whole: bool = False) -> Coverage:
-    """The effect of each of `regions` (the first match decides) on the linears of a model with that many layers.
-
-    whole: read every stack; otherwise stop once every region but the last decides somewhere, with `ahead` incomplete.
-    """
+def coverage(regions: Sequence[Region], stacks: Iterable[Stack], layers: int) -> Coverage:
+    """The effect of each of `regions` (the first match decides) on the linears of a model with that many layers, read until every region but the last
+    decides somewhere."""
     found, known = Coverage(), _Masks()
     wanted = set(range(len(regions) - 1))
     seen: set[tuple[object, ...]] = set()
     for stack in stacks:
-        if not whole and wanted <= found.deciding:
+        if wanted <= found.deciding:
             break
         place = told_apart(stack.stem, (region.modules for region in regions))
         alike = (place, stack.linears, *(region.about(stack.layer, layers) for region in regions))
@@ -131,8 +129,7 @@ def listed(*shapes: ModelShape) -> str:
 def any_gpt(layers: int | None = None) -> tuple[ModelShape, ...]:
     """Shapes that together have every linear of any GPT: dense and with experts, plain and latent attention, multi-token prediction, and of hybrids.
 
-    layers: the depth, if known; None: deeper than any model, so that no layer number is out of range.
-    """
+    layers: the depth, if known; None: deeper than any model, so that no layer number is out of range."""
     common: dict[str, Any] = {
         "num_layers": layers or 1000, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64, "num_query_groups": 4, "kv_channels": 16,
         "vocab_size": 64, "seq_length": 64, "mtp_layers": 8,
@@ -154,8 +151,7 @@ def refuse_idle_rules(policy: PrecisionPolicy, *shapes: ModelShape, depth: int |
     """Raises Refused for rules under `modules` that have no effect in any of the shapes: they match no linear, name layers that do not exist, or are always
     preceded by another rule.
 
-    depth: the model's number of layers; None: unknown, so that no layer number is out of range.
-    """
+    depth: the model's number of layers; None: unknown, so that no layer number is out of range."""
     far = () if depth is None else beyond_the_model(policy, depth)
     dead, shadowed = idle(policy, *shapes)
     lines = [f"layers that the model does not have: {'; '.join(far)}"] if far else []
@@ -173,8 +169,7 @@ SHADOWED_CURE = "The first rule that matches a linear decides: move the narrower
 
 def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The rules under `modules`, as text, that match no linear of any model (those of a hybrid: `foreign`), and those that never decide
-    because earlier ones do.
-    """
+    because earlier ones do."""
     regions = policy.regions
     own = _own(policy)
     if not own:
@@ -182,18 +177,13 @@ def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...],
     found, elsewhere = _covered(policy, shapes), foreign(policy, *shapes)
     dead = tuple(text for index in own if found.dead(index) and (text := region_text(regions[index])) not in elsewhere)
     early = {i: region_text(one) + (" (first_last_layers_bf16)" if one.ends else "") for i, one in enumerate(regions)}
-    late = [
-        f"{region_text(regions[index])} never decides: {' and '.join(early[i] for i in sorted(found.ahead[index]))} comes first"
-        for index in own
-        if found.shadowed(index)
-    ]
-    return dead, tuple(late)
+    ahead = {i: " and ".join(early[other] for other in sorted(found.ahead[i])) for i in own if found.shadowed(i)}
+    return dead, tuple(f"{region_text(regions[i])} never decides: {first} comes first" for i, first in ahead.items())
 
 
 def foreign(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[str, ...]:
     """The rules under `modules`, as text, that match no linear of any shape, but linears of a hybrid (Mamba's, latent experts', multi-token prediction's): a recipe for
-    hybrids is no mistake on another model.
-    """
+    hybrids is no mistake on another model."""
     dead = unnamed(policy, *shapes)
     if not dead:
         return ()
@@ -245,8 +235,7 @@ def stacks(shape: ModelShape) -> Iterator[Stack]:
 
 def linear_rules(policy: PrecisionPolicy, *shapes: ModelShape) -> list[tuple[str, str]]:
     """(linears, rule): the rule that applies to each linear, decided by the first match. Linears with the same result share a row; those that no rule
-    under `modules` matches come last. Multi-token prediction is listed for a single shape, and if a rule names it.
-    """
+    under `modules` matches come last. Multi-token prediction is listed for a single shape, and if a rule names it."""
     fates, own = _fates(policy, shapes)
     named = _rows({label: fate for label, fate in fates.items() if label in own})
     others = _rows({label: fate for label, fate in fates.items() if label not in own})

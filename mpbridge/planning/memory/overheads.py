@@ -143,8 +143,7 @@ def _workspaces(run: RunFacts, machine: Machine) -> int:
 def _placeholders(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     """Bytes left behind by fused gradient accumulation: per shape of a linear's weight, including the output layer's, one tensor that autograd gets as the gradient.
 
-    Transformer Engine's pytorch/module/base.py get_dummy_wgrad caches them by shape; megatron-core's tensor_parallel/layers.py calls it too.
-    """
+    Transformer Engine's pytorch/module/base.py get_dummy_wgrad caches them by shape; megatron-core's tensor_parallel/layers.py calls it too."""
     if not run.model.get("gradient_accumulation_fusion") or run.model.get("transformer_impl") == "local":
         return 0
     shapes = {p.weight.shape for p in rank_parameters(run, at) if p.weight.linear and p.layer is not None}
@@ -157,8 +156,7 @@ def _gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
     """Bytes of megatron-core's GlobalMemoryBuffer: the largest tensor that is gathered or computed into it.
 
     The output layer's input under sequence parallelism (tensor_parallel/layers.py), the tokens of all ranks with the all-gather dispatcher
-    (transformer/moe/token_dispatcher.py), the scores of local attention (transformer/dot_product_attention.py).
-    """
+    (transformer/moe/token_dispatcher.py), the scores of local attention (transformer/dot_product_attention.py)."""
     parallel, shape = run.parallel, run.shape
     whole = run.tokens * shape.hidden_size * policy.compute.bytes
     sizes = [0]
@@ -168,17 +166,15 @@ def _gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
         ranks = parallel.expert * parallel.expert_width
         sizes.append(whole // parallel.sequence_width * ranks if ranks > 1 else 0)
     if run.model.get("transformer_impl") == "local":
-        sizes.append(
-            run.tokens * shape.seq_length * shape.num_attention_heads // parallel.tensor * policy.compute.bytes
-        )
+        scores = run.tokens * shape.seq_length * shape.num_attention_heads // parallel.tensor
+        sizes.append(scores * policy.compute.bytes)
     return max(sizes)
 
 
 def _graph_inputs(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     """Bytes of CUDA graphs' static inputs: the hidden states and, with attention, the mask, for each layer and micro-batch in flight.
 
-    megatron-core's transformer/transformer_layer.py get_layer_static_inputs; buffers are reused once a micro-batch's backward pass is done.
-    """
+    megatron-core's transformer/transformer_layer.py get_layer_static_inputs; buffers are reused once a micro-batch's backward pass is done."""
     model, shape, parallel = run.model, run.shape, run.parallel
     if model.get("cuda_graph_impl") in (None, "none") and not model.get("enable_cuda_graph"):
         return 0
@@ -250,16 +246,14 @@ LIMITATIONS = (
 
 def left_out_of_time(run: RunFacts) -> tuple[str, ...]:
     """What a predicted step leaves out, as text, each with the sign of its error."""
-    return tuple(
-        f"{_words(one, run)}; the real step is {one.time}" for one in LIMITATIONS if one.time and one.asked(run)
-    )
+    seen = [one for one in LIMITATIONS if one.time and one.asked(run)]
+    return tuple(f"{_words(one, run)}; the real step is {one.time}" for one in seen)
 
 
 def left_out_of_memory(run: RunFacts) -> tuple[str, ...]:
     """What predicted bytes leave out, as text, each with the sign of its error."""
-    return tuple(
-        f"{_words(one, run)}; the real bytes are {one.memory}" for one in LIMITATIONS if one.memory and one.asked(run)
-    )
+    seen = [one for one in LIMITATIONS if one.memory and one.asked(run)]
+    return tuple(f"{_words(one, run)}; the real bytes are {one.memory}" for one in seen)
 
 
 def states_counted(run: RunFacts) -> bool:

@@ -200,8 +200,7 @@ def in_flight(run: RunFacts, stage: int, each: Sequence[float]) -> float:
     """The most that a stage holds for micro-batches in flight, from what each of its chunks keeps for one.
 
     1F1B has as many in flight as there are stages from this one on, the interleaved schedule many of the first chunks and few of the last, whose
-    backward pass follows first (Megatron-LM, arXiv 2104.04473; megatron-core's get_pp_rank_microbatches).
-    """
+    backward pass follows first (Megatron-LM, arXiv 2104.04473; megatron-core's get_pp_rank_microbatches)."""
     stages, total = run.parallel.pipeline, batches(run)
     if len(each) == 1 or stages == 1:
         return sum(each) * min(stages - stage, total)
@@ -233,16 +232,12 @@ def undivided(run: RunFacts) -> str:
     """Sizes that are no multiple of the number of ranks that they are split over, as text; empty if there are none."""
     shape, sizes = run.shape, run.parallel
     groups, own = shape.num_query_groups, shape.sizes
+    apart = groups % sizes.tensor and sizes.tensor % groups  # groups may also be shared by whole ranks
     wrong = [
         f"{name} {size} by {by} {ranks}"
         for name, size, by, ranks in (
             ("num_attention_heads", shape.num_attention_heads, "tensor", sizes.tensor),
-            (
-                "num_query_groups",
-                groups if groups % sizes.tensor and sizes.tensor % groups else 0,
-                "tensor",
-                sizes.tensor,
-            ),
+            ("num_query_groups", groups if apart else 0, "tensor", sizes.tensor),
             ("ffn_hidden_size", shape.ffn_hidden_size, "tensor", sizes.tensor),
             *((name, size, "tensor", sizes.tensor) for name, size in own.items() if "_num_" in name),
             ("vocab_size", shape.vocab_size, "tensor", sizes.tensor),

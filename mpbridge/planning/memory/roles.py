@@ -12,7 +12,7 @@ from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers, up
 from mpbridge.planning.memory.keeps import STATES, Holding, elements_of, is_frozen, keeps, kept_fp32, trained_by
-from mpbridge.planning.memory.layers import Parameter, Same, parameters
+from mpbridge.planning.memory.layers import Parameter, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.scalings import Scaling
@@ -24,8 +24,7 @@ def weight_copies(parameter: Parameter, quant: Quant, run: RunFacts) -> Iterator
     """(role, parameter, dtype, elements) of a weight in low precision, in addition to its entry in the parameter buffer.
 
     Weights that are not stored in low precision are quantized once per step and kept over its micro-batches, unless disable_parameter_transpose_cache is
-    set. Sources: Transformer Engine 2.11 tensor/storage/*.py and tensor/{mxfp8,nvfp4,float8_blockwise}_tensor.py.
-    """
+    set. Sources: Transformer Engine 2.11 tensor/storage/*.py and tensor/{mxfp8,nvfp4,float8_blockwise}_tensor.py."""
     if not quant.stored and run.model.get("disable_parameter_transpose_cache"):
         return
     size, name = parameter.weight.elements, parameter.name
@@ -79,8 +78,7 @@ class Role(NamedTuple):
 def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0, together: bool = False) -> tuple[Role, ...]:
     """Every role on `rank` between optimizer steps, once states exist. Views of other roles' memory are not listed. together: those that are alike in a buffer as one.
 
-    `memory.keeps` determines what is stored; this function counts it in the engine's layout (`EngineTraits.exact_memory`: to the byte or not).
-    """
+    `memory.keeps` determines what is stored; this function counts it in the engine's layout (`EngineTraits.exact_memory`: to the byte or not)."""
     settled = policy.settled(dict(run.optimizer.settings))
     at = Coordinates.of(rank, run.parallel)
     chunks = parameters(run, at)
@@ -137,8 +135,7 @@ def _known(policy: PrecisionPolicy, layers: int, realization: str) -> dict[str, 
 
 def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[str, Holding]]:
     """`keeps` of a settled policy in a run, by the dtype in which a parameter is stored, and by the parameter where its states are asked for; results are
-    cached.
-    """
+    cached."""
     engine, name = run.traits, run.optimizer.name
 
     @functools.cache
@@ -148,9 +145,8 @@ def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[st
     def of(at_rest: DType, parameter: Parameter | None = None) -> Mapping[str, Holding]:
         if parameter is None or (name not in BESIDE_ADAM and not policy.frozen):
             return kept(at_rest, name)
-        return kept(
-            at_rest, trained_by(name, parameter.name, len(parameter.weight.shape), policy, run.versions.megatron_core)
-        )
+        dimensions, core = len(parameter.weight.shape), run.versions.megatron_core
+        return kept(at_rest, trained_by(name, parameter.name, dimensions, policy, core))
 
     return of
 
@@ -169,7 +165,7 @@ def _in_buffers(
     are trained alike, and a buffer's are one."""
     of, rests = holdings(policy, run), resting(policy, run)
     reused = policy.reuse_grad_buffer and run.realization == "native"
-    for buffer in chunk_buffers(policy, run, at, chunk, index):
+    for buffer in chunk_buffers(policy, run, at, index):
         kept = of(buffer.params)
         yield from _buffer(buffer, kept, shared=reused and buffer.params is DType.UINT8, together=together)
         owned: Iterable[tuple[Parameter, int]] = ((slot.parameter, slot.end - slot.start) for slot in buffer.slots)
@@ -207,10 +203,9 @@ def _dealt(
     """The parameters that dist_muon updates on this rank: whole ones, dealt by size to the ranks in order and back (megatron-core 0.16.1
     optimizer/layer_wise_optimizer.py shard_params)."""
     trained = [parameter for chunk in chunks for parameter in chunk if not is_frozen(policy, parameter.name)]
+    core = run.versions.megatron_core
     # as its groups have them: Muon's matrices first
-    trained.sort(
-        key=lambda one: trained_by("muon", one.name, len(one.weight.shape), core=run.versions.megatron_core) != "muon"
-    )
+    trained.sort(key=lambda one: trained_by("muon", one.name, len(one.weight.shape), core=core) != "muon")
     if run.parallel.replicas(expert=False) == 1:  # then it deals nothing, nor an expert's, whose replicas may be more
         return frozenset(one.name for one in trained)
     trained.sort(key=lambda one: one.weight.elements)
@@ -225,20 +220,12 @@ def _dealt(
     return frozenset(found)
 
 
-def chunk_buffers(
-    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
-) -> list[Buffer]:
-    """The contiguous buffers of the rank's index-th model chunk, under megatron-core's DDP."""
-    return _chunk_buffers(policy, Same(run), at, Same(chunk), index)
-
-
 @functools.lru_cache(maxsize=128)  # states and the step's collectives ask for the same ones
-def _chunk_buffers(
-    policy: PrecisionPolicy, same: Same[RunFacts], at: Coordinates, chunk: Same[tuple[Parameter, ...]], index: int
-) -> list[Buffer]:
-    run = same.one
+def chunk_buffers(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, index: int) -> list[Buffer]:
+    """The contiguous buffers of the rank's index-th model chunk, under megatron-core's DDP."""
     of, rests = holdings(policy, run), resting(policy, run)
-    at_rest = [(parameter, rests(parameter)[0]) for parameter in chunk.one if not is_frozen(policy, parameter.name)]
+    trained = [one for one in parameters(run, at)[index] if not is_frozen(policy, one.name)]
+    at_rest = [(parameter, rests(parameter)[0]) for parameter in trained]
     rows = [(parameter, dtype, of(dtype)["grads"].dtype) for parameter, dtype in at_rest]
     return buffers(run, rows, stage=at.stage, index=index)
 

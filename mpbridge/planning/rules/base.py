@@ -96,12 +96,10 @@ class Case:
     @property
     def plain_states(self) -> str:
         """Settings that select an optimizer with megatron-core's own states, as a cure."""
-        low = [
-            f" mixed_precision.{field}=null"
-            for field, fact in {"main_grads_dtype": "main_grads", **FUSED}.items()
-            if getattr(self.policy, fact) not in (None, DType.FP32)
-        ]
-        return "".join(["mixed_precision.use_precision_aware_optimizer=false", *low])
+        states = {"main_grads_dtype": "main_grads", **FUSED}
+        low = [field for field, fact in states.items() if getattr(self.policy, fact) not in (None, DType.FP32)]
+        nulls = (f" mixed_precision.{field}=null" for field in low)
+        return "".join(["mixed_precision.use_precision_aware_optimizer=false", *nulls])
 
     @property
     def scalings(self) -> tuple[str, ...]:
@@ -165,9 +163,8 @@ class Rule:
 
     def applies(self, run: RunFacts) -> bool:
         """Whether the rule is about the run's engine and its windows contain the run's versions."""
-        return self.engine in ("", run.engine) and all(
-            window.holds(getattr(run.versions, window.package)) for window in self.holds
-        )
+        inside = (window.holds(run.versions.of(window.package)) for window in self.holds)
+        return self.engine in ("", run.engine) and all(inside)
 
     def fault(self, case: Case) -> str:
         """What is wrong with a case that the rule applies to; '' if it holds."""
@@ -176,14 +173,14 @@ class Rule:
         return self.found.format(c=case) if isinstance(self.found, str) else str(self.found(case) or "")
 
 
-warning = partial(Rule, severity="warning")
-
-
 def row(
     id: str, found: str | Callable[[Case], object], expected: str, cure: str, source: str = MODEL_CONFIG, **more: Any
 ) -> Rule:
-    """A rule in one line, usually about what megatron-core's config classes reject."""
+    """A rule as the tables write it: what is found; what is expected; cure and source; then what else there is."""
     return Rule(id=id, found=found, expected=expected, cure=cure, source=source, **more)
+
+
+warning = partial(row, severity="warning")
 
 
 def faults(what: str, *parts: tuple[str, object]) -> str:
@@ -206,9 +203,8 @@ class Violation:
     """The versions in which the rule is true; empty: all."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.severity} {self.rule}: {self.found}; expected {self.expected}. Cure: {self.cure}. [{self.source}]"
-        )
+        what = f"{self.found}; expected {self.expected}"
+        return f"{self.severity} {self.rule}: {what}. Cure: {self.cure}. [{self.source}]"
 
 
 def _get(settings: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -60,9 +60,7 @@ def card(name: str) -> Card:
         unproven_on=tuple(name for name in native if not answers[name].proven),
         compute=_compute(policy),
         stored=_stored(policy, entry),
-        exported=f"{policy.params.short} (low-precision weights are dequantized)"
-        if policy.stored
-        else policy.params.short,
+        exported=policy.params.short + (" (low-precision weights are dequantized)" if policy.stored else ""),
         bytes_alone=_bytes(policy, entry, 1, native),
         bytes_shared=_bytes(policy, entry, 8, native),
         rules=tuple(rule.id for rule in rules() if rule.about and set(rule.about.split()) <= tagged),
@@ -98,39 +96,26 @@ def _compute(policy: PrecisionPolicy) -> str:
 
 
 def _stored(policy: PrecisionPolicy, entry: Recipe) -> str:
-    main = main_weights(policy, traits_of(entry.engine or DEFAULT))
-    low = (
-        f"{policy.quant.element(gradient=False)} in quantized linears, {policy.params.short} elsewhere"
-        if policy.quant is not None and policy.quant.stored
-        else policy.params.short
-    )
-    return f"{low}; main weights {main}"
+    stored, quant = policy.params.short, policy.quant
+    if quant is not None and quant.stored:
+        stored = f"{quant.element(gradient=False)} in quantized linears, {stored} elsewhere"
+    return f"{stored}; main weights {main_weights(policy, traits_of(entry.engine or DEFAULT))}"
 
 
 def main_weights(policy: PrecisionPolicy, engine: EngineTraits) -> str:
     """What the main weights are and who keeps them, as text."""
     settled = policy.settled()
-    optimizer = OptimizerFacts(
-        name=updater("adam", settled, engine),
-        distributed=engine.distributed_optimizer != "never" and not settled.narrow_alone,
-    )
+    distributed = engine.distributed_optimizer != "never" and not settled.narrow_alone
+    optimizer = OptimizerFacts(name=updater("adam", settled, engine), distributed=distributed)
     kept = keeps(settled, engine, optimizer)
     held = kept.get("main_params")
     if held is None:
         return f"{kept['params'].dtype.short} in the parameters themselves"
-    halves = held.dtype is DType.INT16
-    keeper = (
-        "FusedAdam"
-        if held.owner == "optimizer"
-        else "megatron-core"
-        if engine.main_weights == "megatron_core"
-        else engine.full_name
-    )
-    return (
-        f"fp32 kept by {keeper}, as 16 more bits of BF16 parameters"
-        if halves
-        else f"{held.dtype.short} kept by {keeper}"
-    )
+    core = "megatron-core" if engine.main_weights == "megatron_core" else engine.full_name
+    keeper = "FusedAdam" if held.owner == "optimizer" else core
+    if held.dtype is DType.INT16:
+        return f"fp32 kept by {keeper}, as 16 more bits of BF16 parameters"
+    return f"{held.dtype.short} kept by {keeper}"
 
 
 def _bytes(policy: PrecisionPolicy, entry: Recipe, ranks: int, native: list[str]) -> float:

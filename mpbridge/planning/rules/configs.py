@@ -43,10 +43,8 @@ def _pipeline_split(case: Case) -> str | None:
     stages_left = case.run.parallel.pipeline - len(given)
     if given and bool(layers) != bool(stages_left):
         return f"{', '.join(given)} that leave {layers} layers for {stages_left} stages"
-    layout = case.model("pipeline_model_parallel_layout")
-    return (
-        f"pipeline_model_parallel_layout together with {', '.join(given + also)}" if layout and given + also else None
-    )
+    apart = case.model("pipeline_model_parallel_layout") and given + also
+    return f"pipeline_model_parallel_layout together with {', '.join(apart)}" if apart else None
 
 
 def _clamped(case: Case) -> str:
@@ -87,29 +85,22 @@ def _unfusible_layers(case: Case, kind: str, gated: bool) -> tuple[tuple[str, ob
     """Layers for which megatron-core has no fused kernel; its configs accept them and the first forward pass fails (mlp.py, moe/experts.py)."""
     shape = case.run.shape
     plain = not shape.experts or not all(shape.expert_layers) or shape.shared_expert_size
+    experts = f"{'gated ' if gated else ''}{kind} in experts"
     return (
         (f"{kind} in layers without experts", plain and not (kind == "gelu" or (kind == "silu" and gated))),
-        (
-            f"{'gated ' if gated else ''}{kind} in experts",
-            shape.experts and not (gated and kind in ("silu", "quick_gelu")),
-        ),
+        (experts, shape.experts and not (gated and kind in ("silu", "quick_gelu"))),
     )
 
 
 def _rotation(case: Case) -> str:
     fused, narrow = case.model("apply_rope_fusion"), case.model("multi_latent_attention")
-    turned = case.model("rotary_interleaved")
+    turned, yarn = case.model("rotary_interleaved"), case.model("rope_type", "yarn") == "yarn"
+    old = turned and case.te_before("2.3")
     gated = case.model("attention_output_gate") and (narrow or case.model("fused_single_qkv_rope"))
     return faults(
         "",
-        (
-            "apply_rope_fusion on latent attention without YaRN",
-            fused and narrow and case.model("rope_type", "yarn") != "yarn",
-        ),
-        (
-            "apply_rope_fusion with rotary_interleaved before Transformer Engine 2.3",
-            fused and not narrow and turned and case.te_before("2.3"),
-        ),
+        ("apply_rope_fusion on latent attention without YaRN", fused and narrow and not yarn),
+        ("apply_rope_fusion with rotary_interleaved before Transformer Engine 2.3", fused and not narrow and old),
         ("rotary_interleaved on latent attention", narrow and turned),
         (f"attention_output_gate with {'latent attention' if narrow else 'fused_single_qkv_rope'}", gated),
     )
@@ -156,21 +147,14 @@ def _newer(case: Case) -> str | None:
             value = held.get(name)
             if (section, name) in handled or value is None or say(value) == say(record["default"]):
                 continue
-            words = old.get(name, {}).get("choices")
-            word = (
-                bool(words)
-                and isinstance(value, str)
-                and value in record.get("choices", ())
-                and value not in (words or ())
-            )
+            before, now = old.get(name, {}).get("choices"), record.get("choices", ())
+            word = bool(before) and isinstance(value, str) and value in now and value not in (before or ())
             if name not in old or word:
                 found.append(f"{section}.{name}={say(value)}")
     return ", ".join(found) or None
 
 
-_TRIED: frozenset[tuple[str, str]] = frozenset(
-    {("model", "cuda_graph_modules"), ("model", "moe_flex_dispatcher_num_sms")}
-)
+_TRIED = {("model", "cuda_graph_modules"), ("model", "moe_flex_dispatcher_num_sms")}
 """Newer settings that do not affect what rules, memory and audit look at."""
 
 

@@ -18,17 +18,15 @@ def _experts_without(case: Case) -> str:
 
 
 def _groups(case: Case) -> str | None:
-    limited, top, groups = (
-        case.model(f"moe_router_{name}") for name in ("topk_limited_devices", "group_topk", "num_groups")
-    )
+    limited, top = case.model("moe_router_topk_limited_devices"), case.model("moe_router_group_topk")
+    groups = case.model("moe_router_num_groups")
     experts, ranks = case.run.shape.experts or 0, case.run.parallel.expert
     if top and limited:
         return "moe_router_group_topk together with moe_router_topk_limited_devices"
     if limited and experts:
         # the older setting, whose groups are the expert-parallel ranks
-        return (
-            f"moe_router_topk_limited_devices={limited} of {ranks} expert-parallel ranks" if limited > ranks else None
-        )
+        words = f"moe_router_topk_limited_devices={limited} of {ranks} expert-parallel ranks"
+        return words if limited > ranks else None
     if not (top and experts):
         return None
     if not groups:
@@ -144,7 +142,6 @@ _EXPERTS: tuple[Rule, ...] = (
          "model.overlap_moe_expert_parallel_comm=false model.delay_wgrad_compute=false model.ep_overlap_early_attn_memory_release=false"),
 )  # fmt: skip
 
-
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """Valid entries of model.recompute_modules."""
 OFFLOADED = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
@@ -198,9 +195,8 @@ def _offloaded(case: Case) -> str:
         return "fine_grained_activation_offloading without offload_modules"
     if odd:
         return f"offload_modules has {', '.join(odd)} (known: {', '.join(OFFLOADED)})"
-    return (
-        "offload_modules has attn_proj without core_attn" if "attn_proj" in names and "core_attn" not in names else ""
-    )
+    alone = "attn_proj" in names and "core_attn" not in names
+    return "offload_modules has attn_proj without core_attn" if alone else ""
 
 
 def _graphs(case: Case) -> str:
@@ -242,29 +238,22 @@ def _graph_scope(case: Case) -> str:
     if implementation == "local" and parts & {"moe_router", "moe_preprocess"}:
         parts |= {"moe_router", "moe_preprocess"}
     experts = (case.run.shape.experts or 0) > 1
-    open_ended = experts and not (
-        case.model("moe_expert_capacity_factor") is not None and case.model("moe_pad_expert_input_to_capacity")
+    limited = case.model("moe_expert_capacity_factor") is not None
+    open_ended = experts and not (limited and case.model("moe_pad_expert_input_to_capacity"))
+    waits = case.model("moe_token_dispatcher_type") == "alltoall" and (
+        limited or case.model("moe_router_padding_for_fp8")
     )
+    every = case.model("moe_layer_freq", 1)
+    all_have = every == 1 or (isinstance(every, (list, tuple)) and 0 not in every)
     return faults(
         "captured: ",
         ("full_iteration with transformer_engine", implementation != "local" and "full_iteration" in parts),
         ("moe together with moe_router", {"moe", "moe_router"} <= parts),
         ("moe_preprocess without moe_router", "moe_preprocess" in parts and "moe_router" not in parts),
         ("moe parts without experts", not experts and parts & {"moe", "moe_router"}),
-        ("mlp where every layer has experts", experts and _every_layer_has_experts(case) and "mlp" in parts),
+        ("mlp where every layer has experts", experts and all_have and "mlp" in parts),
         ("moe without padding to capacity", open_ended and "moe" in parts),
-        ("moe_preprocess that synchronises", "moe_preprocess" in parts and open_ended and _synchronises(case)),
-    )
-
-
-def _every_layer_has_experts(case: Case) -> bool:
-    every = case.model("moe_layer_freq", 1)
-    return every == 1 or (isinstance(every, (list, tuple)) and 0 not in every)
-
-
-def _synchronises(case: Case) -> bool:
-    return case.model("moe_token_dispatcher_type") == "alltoall" and bool(
-        case.model("moe_expert_capacity_factor") is not None or case.model("moe_router_padding_for_fp8")
+        ("moe_preprocess that synchronises", "moe_preprocess" in parts and open_ended and waits),
     )
 
 
@@ -278,22 +267,18 @@ def _graph_recompute(case: Case) -> str:
     if how == "full":
         return "" if parts == ("full_iteration",) else "full recomputation without capturing the full iteration"
     whole = not parts or "full_iteration" in parts
+    around = implementation == "transformer_engine" and "moe" in names and "moe_router" in parts
     random = (
         ("attention_dropout", "attn", "core_attn", case.model("attention_dropout", 0.0) != 0.0),
         ("hidden_dropout", "mlp", "mlp", case.model("hidden_dropout", 0.0) != 0.0),
         ("hidden_dropout", "moe", "moe", case.model("hidden_dropout", 0.0) != 0.0),
         ("moe_input_jitter_eps", "moe", "moe", case.model("moe_input_jitter_eps") is not None),
     )
+    seen = [(source, again, on and (whole or part in parts)) for source, part, again, on in random if again in names]
     return faults(
         "",
-        *(
-            (f"{source} in a captured and recomputed {again}", on and again in names and (whole or part in parts))
-            for source, part, again, on in random
-        ),
-        (
-            "recomputed moe around a captured moe_router",
-            implementation == "transformer_engine" and "moe" in names and "moe_router" in parts,
-        ),
+        *((f"{source} in a captured and recomputed {again}", wrong) for source, again, wrong in seen),
+        ("recomputed moe around a captured moe_router", around),
     )
 
 
@@ -308,9 +293,8 @@ def _graph_overlap(case: Case) -> str:
     implementation, parts = _graphs(case), scopes(case)
     if implementation == "transformer_engine" and not {"moe", "mlp"} & set(parts):
         return ""
-    return (
-        f"overlap_moe_expert_parallel_comm with CUDA graphs by {implementation} of {', '.join(parts) or 'whole layers'}"
-    )
+    captured = ", ".join(parts) or "whole layers"
+    return f"overlap_moe_expert_parallel_comm with CUDA graphs by {implementation} of {captured}"
 
 
 RULES: tuple[Rule, ...] = (

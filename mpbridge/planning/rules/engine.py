@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, traits
-from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, warning
-from mpbridge.precision.requirements import able
+from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, row, warning
+from mpbridge.precision.recipe import able
 
 _CUDA_MODEL = (
     "masked_softmax_fusion", "gradient_accumulation_fusion", "persist_layer_norm", "memory_efficient_layer_norm", "layernorm_zero_centered_gamma",
@@ -14,24 +14,17 @@ _CUDA_MODEL = (
 )  # fmt: skip
 """Model settings that need a CUDA kernel, stream or communicator; megatron-core's defaults leave them off."""
 
-
 _MEGATRON_FSDP = {
-    "data_parallel_sharding_strategy": "no_shard",
-    "outer_dp_sharding_strategy": "no_shard",
-    "preserve_fp32_weights": True,
-    "keep_fp8_transpose_cache": False,
-    "fsdp_double_buffer": False,
-    "fsdp_manual_registration": False,
-}
+    "data_parallel_sharding_strategy": "no_shard", "outer_dp_sharding_strategy": "no_shard", "preserve_fp32_weights": True,
+    "keep_fp8_transpose_cache": False, "fsdp_double_buffer": False, "fsdp_manual_registration": False,
+}  # fmt: skip
 """Settings of the ddp section that no other wrapper reads -> their defaults."""
 
 
 def _not_parallel(case: Case) -> str:
-    sizes, able = case.run.parallel, case.traits.parallelisms
-    names = [
-        name for name in ("tensor", "pipeline", "context", "expert") if name not in able and getattr(sizes, name) > 1
-    ]
-    wide = ", ".join(f"{name} {getattr(sizes, name)}" for name in names)
+    sizes = {name: getattr(case.run.parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
+    able = case.traits.parallelisms
+    wide = ", ".join(f"{name} {size}" for name, size in sizes.items() if name not in able and size > 1)
     return f"{wide} parallelism on {case.run.engine}" if wide else ""
 
 
@@ -71,89 +64,43 @@ def _optimizer(case: Case) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        id="sharded-engines-do-data-parallelism",
-        found=_not_parallel,
-        expected="data parallelism only on this engine",
-        cure="engine=mcore, or parallel sizes of 1",
-        # megatron-core has no FP32 storage under 16-bit compute
-        cure_here=lambda c: (
-            "engine=mcore, or parallel sizes of 1" if able(c.policy, traits(DEFAULT)) else "parallel sizes of 1"
-        ),
-        source="EngineTraits.parallelisms",
-    ),
-    Rule(
-        id="switch-that-the-engine-cannot-use",
-        found=_refused,
-        expected="false on this engine",
-        cure="drop it, or engine=mcore",
-        source="EngineTraits.refuses",
-    ),
-    Rule(
-        id="optimizer-that-the-engine-does-not-build",
-        when=lambda c: _optimizer(c) not in c.traits.optimizers,
-        found=lambda c: f"optimizer={_optimizer(c)} on {c.traits.full_name}",
-        expected="an optimizer that the engine builds (muon: torch's on FSDP2, megatron-core's own on mcore)",
-        cure="optimizer.optimizer=adam",
-        source="EngineTraits.optimizers",
-    ),
-    Rule(
-        id="stored-weights-under-sharded-engines",
-        about="stored",
-        when=lambda c: not c.traits.stored_weights and c.stored,
-        found="fp8_param_gather=true on {c.run.engine}",
-        expected="false: on this engine the wrapper shards 16- and 32-bit parameters only",
-        cure=f"{PLAIN_WEIGHTS}, or engine=mcore",
-        source=f"mpbridge/backend/engines/fsdp2.py, megatron_fsdp.py; {ARGUMENTS} for FSDP2",
-    ),
-    warning(
-        id="megatron-fsdp-settings-elsewhere",
-        found=_fsdp_settings,
-        expected="engine=megatron_fsdp, the only engine that reads them (nothing reads use_custom_fsdp)",
-        cure="drop them, or engine=megatron_fsdp",
-        source="megatron-core 0.16.1 distributed_data_parallel_config.py",
-    ),
-    Rule(
-        id="biased-experts-on-local-layers",
-        when=lambda c: c.run.shape.experts and c.run.shape.linear_bias and _local(c),
-        found="experts with add_bias_linear=true on megatron-core's local layers",
-        expected="experts without biases: the local layers add them in place to a view, which autograd rejects",
-        cure="model.add_bias_linear=false",
-        source="megatron-core 0.16.1 transformer/mlp.py MLP.forward",
-    ),
-    Rule(
-        id="emulation-without-fused-accumulation",
-        about="quantized",
-        when=lambda c: c.policy.quantized and not c.native and c.model("gradient_accumulation_fusion"),
-        found="gradient_accumulation_fusion=true with emulated linears",
-        expected="false: the fused kernel would multiply unquantized operands",
-        cure="model.gradient_accumulation_fusion=false",
-        source="mpbridge/backend/megatron/emulated_linears.py",
-    ),
-    Rule(
-        id="per-token-loss-on-sharded-engines",
-        when=lambda c: not c.traits.per_token_loss and c.model("calculate_per_token_loss"),
-        found="calculate_per_token_loss on {c.run.engine}",
-        expected="false: only the mcore engine divides by the tokens of all ranks",
-        cure="model.calculate_per_token_loss=false, or engine=mcore",
-        source="mpbridge/backend/engines/base.py; megatron-core 0.16.1 megatron_fsdp.py adds up gradients under it",
-    ),
-    Rule(
-        id="latent-attention-softmax-on-a-cpu",
-        when=lambda c: (
-            c.gpu is False and c.run.shape.latent_attention and c.model("attention_softmax_in_fp32") is False
-        ),
-        found="attention_softmax_in_fp32=false with latent attention on a CPU",
-        expected="the softmax in FP32: megatron-core's local attention does not support latent attention, and mpbridge's computes the softmax in FP32",
-        cure="model.attention_softmax_in_fp32=true",
-        source="mpbridge/backend/models/local_spec.py",
-    ),
-    Rule(
-        id="needs-cuda",
-        when=lambda c: c.gpu is False,
-        found=_cuda_only,
-        expected="a GPU: these need CUDA kernels, streams or Transformer Engine's attention",
-        cure="drop them for a CPU run",
-        source="mpbridge/backend/megatron/targets.py",
-    ),
-)
+    # its cure: megatron-core has no FP32 storage under 16-bit compute
+    row("sharded-engines-do-data-parallelism", _not_parallel,
+        "data parallelism only on this engine",
+        "engine=mcore, or parallel sizes of 1", "EngineTraits.parallelisms",
+        cure_here=lambda c: "engine=mcore, or parallel sizes of 1" if able(c.policy, traits(DEFAULT)) else "parallel sizes of 1"),
+    row("switch-that-the-engine-cannot-use", _refused,
+        "false on this engine",
+        "drop it, or engine=mcore", "EngineTraits.refuses"),
+    row("optimizer-that-the-engine-does-not-build", lambda c: f"optimizer={_optimizer(c)} on {c.traits.full_name}",
+        "an optimizer that the engine builds (muon: torch's on FSDP2, megatron-core's own on mcore)",
+        "optimizer.optimizer=adam", "EngineTraits.optimizers",
+        when=lambda c: _optimizer(c) not in c.traits.optimizers),
+    row("stored-weights-under-sharded-engines", "fp8_param_gather=true on {c.run.engine}",
+        "false: on this engine the wrapper shards 16- and 32-bit parameters only",
+        f"{PLAIN_WEIGHTS}, or engine=mcore", f"mpbridge/backend/engines/fsdp2.py, megatron_fsdp.py; {ARGUMENTS} for FSDP2",
+        about="stored", when=lambda c: not c.traits.stored_weights and c.stored),
+    warning("megatron-fsdp-settings-elsewhere", _fsdp_settings,
+        "engine=megatron_fsdp, the only engine that reads them (nothing reads use_custom_fsdp)",
+        "drop them, or engine=megatron_fsdp", "megatron-core 0.16.1 distributed_data_parallel_config.py"),
+    row("biased-experts-on-local-layers", "experts with add_bias_linear=true on megatron-core's local layers",
+        "experts without biases: the local layers add them in place to a view, which autograd rejects",
+        "model.add_bias_linear=false", "megatron-core 0.16.1 transformer/mlp.py MLP.forward",
+        when=lambda c: c.run.shape.experts and c.run.shape.linear_bias and _local(c)),
+    row("emulation-without-fused-accumulation", "gradient_accumulation_fusion=true with emulated linears",
+        "false: the fused kernel would multiply unquantized operands",
+        "model.gradient_accumulation_fusion=false", "mpbridge/backend/megatron/emulated_linears.py",
+        about="quantized", when=lambda c: c.policy.quantized and not c.native and c.model("gradient_accumulation_fusion")),
+    row("per-token-loss-on-sharded-engines", "calculate_per_token_loss on {c.run.engine}",
+        "false: only the mcore engine divides by the tokens of all ranks",
+        "model.calculate_per_token_loss=false, or engine=mcore", "mpbridge/backend/engines/base.py; megatron-core 0.16.1 megatron_fsdp.py adds up gradients under it",
+        when=lambda c: not c.traits.per_token_loss and c.model("calculate_per_token_loss")),
+    row("latent-attention-softmax-on-a-cpu", "attention_softmax_in_fp32=false with latent attention on a CPU",
+        "the softmax in FP32: megatron-core's local attention does not support latent attention, and mpbridge's computes the softmax in FP32",
+        "model.attention_softmax_in_fp32=true", "mpbridge/backend/models/local_spec.py",
+        when=lambda c: c.gpu is False and c.run.shape.latent_attention and c.model("attention_softmax_in_fp32") is False),
+    row("needs-cuda", _cuda_only,
+        "a GPU: these need CUDA kernels, streams or Transformer Engine's attention",
+        "drop them for a CPU run", "mpbridge/backend/megatron/targets.py",
+        when=lambda c: c.gpu is False),
+)  # fmt: skip

@@ -11,7 +11,7 @@ from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import VERSION, install
 from mpbridge.common.versions import at_least, release
 from mpbridge.planning.capability import QuantizedBy, can_run
-from mpbridge.planning.rules.base import Case, Rule, warning
+from mpbridge.planning.rules.base import Case, Rule, row, warning
 from mpbridge.precision.megatron_spec.versions import RELEASES
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.scalings import Option
@@ -67,80 +67,40 @@ def _untested(case: Case) -> bool:
 _AMPERE = (8, 0)
 """The first GPUs with TF32."""
 
-
 REALIZATION: tuple[Rule, ...] = (
-    Rule(
-        id="quantization-without-transformer-engine",
-        about="quantized",
-        when=lambda c: _by_engine(c) and c.run.versions.transformer_engine is None,
-        found="no Transformer Engine is installed",
-        expected=f"Transformer Engine {_RANGE} (without it megatron-core's FP8 context does nothing and the run trains in 16 bits)",
-        cure=f"{install('te')}, or emulate=true",
-        source="megatron-core 0.16.1 fp8_utils.py get_fp8_context",
-        emulated="silent",
-    ),
-    Rule(
-        id="quantization-with-local-layers",
-        about="quantized",
-        when=lambda c: _by_engine(c) and c.model("transformer_impl") == "local",
-        found="transformer_impl='local'",
-        expected="Transformer Engine's layers: the local ones silently ignore the FP8 context",
-        cure="model.transformer_impl=transformer_engine, or emulate=true",
-        source="megatron-core 0.16.1 models/gpt/gpt_layer_specs.py",
-        emulated="silent",
-    ),
-    Rule(
-        id="scaling-of-a-library-that-the-engine-does-not-use",
-        about="quantized",
-        found=_libraries,
-        expected="scalings of one library that the engine supports in its linears: Transformer Engine's on every engine, torchao's on torch FSDP2",
-        cure="engine=fsdp2 for torchao's scalings, or a recipe with Transformer Engine's (mpbridge list)",
-        source="EngineTraits.quantizers; mpbridge/backend/models/torchao_linears.py",
-    ),
-    Rule(
-        id="machine-cannot-run-it",
-        about="quantized",
-        found=_capability,
-        expected="a machine, CUDA and Transformer Engine that run it natively",
-        cure="use the recipe named here, another machine (mpbridge doctor), or emulate=true",
-        source="Transformer Engine 2.11 pytorch/quantization.py check_*_support",
-    ),
-    Rule(
-        id="transformer-engine-too-old",
-        about="quantized",
-        found=_engine_version,
-        expected="the version that introduced this scaling",
-        cure="upgrade Transformer Engine",
-        source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
-        emulated="silent",
-    ),
-    warning(
-        id="transformer-engine-untested",
-        about="quantized",
-        when=lambda c: _by_engine(c) and _untested(c),
-        found="Transformer Engine {c.run.versions.transformer_engine}",
-        expected=f"{_RANGE}: older releases were not reviewed, newer ones have not been run under mpbridge",
-        cure="install a version in that range (megatron-core 0.16 itself declares versions below 2.12)",
-        source="tests/te_cpu, which run Transformer Engine's own Python code of each of those releases from 2.11 on; megatron-core 0.16.1 package metadata, extra dev",
-        emulated="silent",
-    ),
-    warning(
-        id="fp32-products-in-tf32",
-        when=lambda c: (
-            c.native
-            and c.policy.compute is DType.FP32
-            and c.run.versions.transformer_engine is not None
-            and c.arch >= _AMPERE
-            and c.variable("NVIDIA_TF32_OVERRIDE") != "0"
-        ),
-        found="FP32 products in Transformer Engine's linears",
-        expected="products of FP32 factors: Transformer Engine asks cuBLAS for TF32 (10 bits of mantissa) whatever torch's settings say, on Ampere and later",
-        cure="export NVIDIA_TF32_OVERRIDE=0 before Python starts, for FP32 products at a fraction of the speed",
-        source="Transformer Engine 2.11 and main d0067d0d common/gemm/cublaslt_gemm.cu (CUBLAS_COMPUTE_32F_FAST_TF32)",
-        emulated="silent",
-    ),
-)
-
+    row("quantization-without-transformer-engine", "no Transformer Engine is installed",
+        f"Transformer Engine {_RANGE} (without it megatron-core's FP8 context does nothing and the run trains in 16 bits)",
+        f"{install('te')}, or emulate=true", "megatron-core 0.16.1 fp8_utils.py get_fp8_context",
+        about="quantized", when=lambda c: _by_engine(c) and c.run.versions.transformer_engine is None, emulated="silent"),
+    row("quantization-with-local-layers", "transformer_impl='local'",
+        "Transformer Engine's layers: the local ones silently ignore the FP8 context",
+        "model.transformer_impl=transformer_engine, or emulate=true", "megatron-core 0.16.1 models/gpt/gpt_layer_specs.py",
+        about="quantized", when=lambda c: _by_engine(c) and c.model("transformer_impl") == "local", emulated="silent"),
+    row("scaling-of-a-library-that-the-engine-does-not-use", _libraries,
+        "scalings of one library that the engine supports in its linears: Transformer Engine's on every engine, torchao's on torch FSDP2",
+        "engine=fsdp2 for torchao's scalings, or a recipe with Transformer Engine's (mpbridge list)",
+        "EngineTraits.quantizers; mpbridge/backend/models/torchao_linears.py",
+        about="quantized"),
+    row("machine-cannot-run-it", _capability,
+        "a machine, CUDA and Transformer Engine that run it natively",
+        "use the recipe named here, another machine (mpbridge doctor), or emulate=true", "Transformer Engine 2.11 pytorch/quantization.py check_*_support",
+        about="quantized"),
+    row("transformer-engine-too-old", _engine_version,
+        "the version that introduced this scaling",
+        "upgrade Transformer Engine", "megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
+        about="quantized", emulated="silent"),
+    warning("transformer-engine-untested", "Transformer Engine {c.run.versions.transformer_engine}",
+        f"{_RANGE}: older releases were not reviewed, newer ones have not been run under mpbridge",
+        "install a version in that range (megatron-core 0.16 itself declares versions below 2.12)",
+        "tests/te_cpu, which run Transformer Engine's own Python code of each of those releases from 2.11 on; megatron-core 0.16.1 package metadata, extra dev",
+        about="quantized", when=lambda c: _by_engine(c) and _untested(c), emulated="silent"),
+    warning("fp32-products-in-tf32", "FP32 products in Transformer Engine's linears",
+        "products of FP32 factors: Transformer Engine asks cuBLAS for TF32 (10 bits of mantissa) whatever torch's settings say, on Ampere and later",
+        "export NVIDIA_TF32_OVERRIDE=0 before Python starts, for FP32 products at a fraction of the speed",
+        "Transformer Engine 2.11 and main d0067d0d common/gemm/cublaslt_gemm.cu (CUBLAS_COMPUTE_32F_FAST_TF32)",
+        when=lambda c: c.native and c.policy.compute is DType.FP32 and c.run.versions.transformer_engine is not None and c.arch >= _AMPERE and c.variable("NVIDIA_TF32_OVERRIDE") != "0",
+        emulated="silent"),
+)  # fmt: skip
 
 _CORES = [core.version.rpartition(".")[0] for core in RELEASES]
 _TORCH = ("2.6", "2.15")
@@ -205,128 +165,60 @@ def _never_tried(case: Case) -> str:
     if core is not None and not any(one.reviewed.holds(core) for one in RELEASES):
         strange.append(("megatron-core", core, (_CORES[0], _CORES[-1])))
     return "; ".join(
-        f"{name} {have} has not been tried with mpbridge {VERSION}; the {'newest' if at_least(have, oldest) else 'oldest'} that was is {newest if at_least(have, oldest) else oldest}"
+        f"{name} {have} has not been tried with mpbridge {VERSION}; the "
+        + (f"newest that was is {newest}" if at_least(have, oldest) else f"oldest that was is {oldest}")
         for name, have, (oldest, newest) in strange
     )
 
 
 RULES: tuple[Rule, ...] = (
-    warning(
-        id="library-versions-untested",
-        found=_never_tried,
-        expected=f"torch {' to '.join(_TORCH)} and megatron-core {' or '.join(_CORES)}, which the rules and the suite were tried on",
-        cure="nothing if the run's audits pass, or install a release that was tried",
-        source="docs/reference/compatibility.md",
-    ),
-    Rule(
-        id="fp32-block-scales-on-blackwell",
-        about="blockwise",
-        when=lambda c: (
-            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") and "blockwise" in c.scalings and c.arch >= (10, 0)
-        ),
-        found="NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
-        expected="unset: on Blackwell blockwise FP8 runs as MXFP8, whose scales are powers of two",
-        cure="unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
-        source="Transformer Engine 2.11 quantize_transpose_square_blockwise.cu, csrc/extensions/gemm.cpp",
-        emulated="warning",
-    ),
-    warning(
-        id="fp32-block-scales-elsewhere",
+    warning("library-versions-untested", _never_tried,
+        f"torch {' to '.join(_TORCH)} and megatron-core {' or '.join(_CORES)}, which the rules and the suite were tried on",
+        "nothing if the run's audits pass, or install a release that was tried", "docs/reference/compatibility.md"),
+    row("fp32-block-scales-on-blackwell", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
+        "unset: on Blackwell blockwise FP8 runs as MXFP8, whose scales are powers of two",
+        "unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "Transformer Engine 2.11 quantize_transpose_square_blockwise.cu, csrc/extensions/gemm.cpp",
+        about="blockwise", when=lambda c: c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") and "blockwise" in c.scalings and c.arch >= (10, 0), emulated="warning"),
+    warning("fp32-block-scales-elsewhere", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
+        "unset: it changes blockwise scales from powers of two to FP32, and conflicts with MXFP8",
+        "unset it, unless you train with it deliberately", f"{_RECIPES}; miles#1340",
         about="quantized",
-        when=lambda c: (
-            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
-            and c.policy.quantized
-            and not ("blockwise" in c.scalings and c.arch >= (10, 0))
-        ),
-        found="NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
-        expected="unset: it changes blockwise scales from powers of two to FP32, and conflicts with MXFP8",
-        cure="unset it, unless you train with it deliberately",
-        source=f"{_RECIPES}; miles#1340",
-    ),
-    warning(
-        id="nvfp4-switched-off-from-outside",
-        about="nvfp4",
-        when=lambda c: "nvfp4" in c.scalings,
-        found=_nvfp4,
-        expected="unset: the recipe includes the Hadamard transform, stochastic rounding and 2D weight scales",
-        cure="unset them, or record them with the run",
-        source=_RECIPES,
-    ),
-    warning(
-        id="power-of-two-current-scales",
-        about="tensorwise",
-        when=lambda c: c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES") and "tensorwise" in c.scalings,
-        found="NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set",
-        expected="unset: current scaling uses FP32 scales",
-        cure="unset it, or record it with the run",
-        source=_RECIPES,
-    ),
-    warning(
-        id="scaling-switched-from-outside",
-        about="quantized",
-        found=_outside,
-        expected="unset, or stated in the recipe (mixed_precision.fp8_options, fp4_options)",
-        cure="unset it, or write it into the recipe",
-        source=_RECIPES,
-    ),
-    Rule(
-        id="option-not-in-the-environment",
-        about="quantized",
-        found=_not_set,
-        expected="the matching environment variable: megatron-core does not pass these options on, and Transformer Engine reads them from the environment",
-        cure="export the variables named here before Python starts",
-        source=f"{_RECIPES}; megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
-        emulated="silent",
-    ),
-    Rule(
-        id="options-exclude-each-other",
-        about="quantized",
-        found=_clashes,
-        expected="options that Transformer Engine accepts together",
-        cure="change one of them (mixed_precision.fp8_options, fp4_options, or the variable)",
-        source="Transformer Engine main d0067d0d pytorch/quantization.py NVFP4BlockScalingRecipeState, pytorch/csrc/quantizer.cpp",
-    ),
-    warning(
-        id="unfused-scale-update",
-        about="delayed",
-        when=lambda c: c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and c.history,
-        found="NVTE_UNFUSED_FP8_UPDATE set",
-        expected="unset: with it the amax history rolls in zeros, which gives different scales",
-        cure="unset NVTE_UNFUSED_FP8_UPDATE",
-        source="Transformer Engine 2.11 pytorch/quantization.py reduce_and_update_fp8_tensors",
-        emulated="silent",
-    ),
-    Rule(
-        id="fp8-attention-without-its-backend",
-        about="fp8",
-        when=lambda c: any(q.attention != "none" for q in c.policy.quants) and c.variable("NVTE_FUSED_ATTN") == "0",
-        found="FP8 attention with NVTE_FUSED_ATTN=0",
-        expected="the fused backend, which has the FP8 kernels",
-        cure="unset NVTE_FUSED_ATTN, or mixed_precision.fp8_dot_product_attention=false",
-        source="Transformer Engine 2.11 pytorch/attention/dot_product_attention/utils.py",
-        emulated="silent",
-    ),
-    warning(
-        id="attention-recipe-without-fp8-attention",
-        about="fp8",
-        when=lambda c: (
-            c.run.environment.get("NVTE_DPA_FP8_RECIPE", "") and all(q.attention == "none" for q in c.policy.quants)
-        ),
-        found="NVTE_DPA_FP8_RECIPE set with FP8 attention off",
-        expected="fp8_dot_product_attention=true, or the variable unset",
-        cure="unset NVTE_DPA_FP8_RECIPE",
-        source="Megatron-Bridge#5394",
-        emulated="silent",
-    ),
-    Rule(
-        id="user-buffers-with-expandable-segments",
-        when=lambda c: (
-            c.ddp("nccl_ub")
-            and "expandable_segments:True" in c.run.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
-        ),
-        found="ddp.nccl_ub with expandable_segments:True",
-        expected="one of them",
-        cure="PYTORCH_CUDA_ALLOC_CONF without expandable_segments, or ddp.nccl_ub=false",
-        source="megatron-core 0.16.1 distributed_data_parallel_config.py __post_init__",
-    ),
-)
+        when=lambda c: c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") and c.policy.quantized and not ("blockwise" in c.scalings and c.arch >= (10, 0))),
+    warning("nvfp4-switched-off-from-outside", _nvfp4,
+        "unset: the recipe includes the Hadamard transform, stochastic rounding and 2D weight scales",
+        "unset them, or record them with the run", _RECIPES,
+        about="nvfp4", when=lambda c: "nvfp4" in c.scalings),
+    warning("power-of-two-current-scales", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set",
+        "unset: current scaling uses FP32 scales",
+        "unset it, or record it with the run", _RECIPES,
+        about="tensorwise", when=lambda c: c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES") and "tensorwise" in c.scalings),
+    warning("scaling-switched-from-outside", _outside,
+        "unset, or stated in the recipe (mixed_precision.fp8_options, fp4_options)",
+        "unset it, or write it into the recipe", _RECIPES,
+        about="quantized"),
+    row("option-not-in-the-environment", _not_set,
+        "the matching environment variable: megatron-core does not pass these options on, and Transformer Engine reads them from the environment",
+        "export the variables named here before Python starts", f"{_RECIPES}; megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
+        about="quantized", emulated="silent"),
+    row("options-exclude-each-other", _clashes,
+        "options that Transformer Engine accepts together",
+        "change one of them (mixed_precision.fp8_options, fp4_options, or the variable)",
+        "Transformer Engine main d0067d0d pytorch/quantization.py NVFP4BlockScalingRecipeState, pytorch/csrc/quantizer.cpp",
+        about="quantized"),
+    warning("unfused-scale-update", "NVTE_UNFUSED_FP8_UPDATE set",
+        "unset: with it the amax history rolls in zeros, which gives different scales",
+        "unset NVTE_UNFUSED_FP8_UPDATE", "Transformer Engine 2.11 pytorch/quantization.py reduce_and_update_fp8_tensors",
+        about="delayed", when=lambda c: c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and c.history, emulated="silent"),
+    row("fp8-attention-without-its-backend", "FP8 attention with NVTE_FUSED_ATTN=0",
+        "the fused backend, which has the FP8 kernels",
+        "unset NVTE_FUSED_ATTN, or mixed_precision.fp8_dot_product_attention=false", "Transformer Engine 2.11 pytorch/attention/dot_product_attention/utils.py",
+        about="fp8", when=lambda c: any(q.attention != "none" for q in c.policy.quants) and c.variable("NVTE_FUSED_ATTN") == "0", emulated="silent"),
+    warning("attention-recipe-without-fp8-attention", "NVTE_DPA_FP8_RECIPE set with FP8 attention off",
+        "fp8_dot_product_attention=true, or the variable unset",
+        "unset NVTE_DPA_FP8_RECIPE", "Megatron-Bridge#5394",
+        about="fp8", when=lambda c: c.run.environment.get("NVTE_DPA_FP8_RECIPE", "") and all(q.attention == "none" for q in c.policy.quants), emulated="silent"),
+    row("user-buffers-with-expandable-segments", "ddp.nccl_ub with expandable_segments:True",
+        "one of them",
+        "PYTORCH_CUDA_ALLOC_CONF without expandable_segments, or ddp.nccl_ub=false", "megatron-core 0.16.1 distributed_data_parallel_config.py __post_init__",
+        when=lambda c: c.ddp("nccl_ub") and "expandable_segments:True" in c.run.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")),
+)  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.common.facts import ModelShape, RunFacts
-from mpbridge.planning.memory.layers import Same, Weight, layer_weights
+from mpbridge.planning.memory.layers import Weight, layer_weights
 from mpbridge.precision.globs import MTP
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy, Quant
@@ -48,14 +48,6 @@ class Misfit:
         """The padding needed to reach the next multiple."""
         return -self.value % self.multiple
 
-    def __str__(self) -> str:
-        where = (
-            f"{self.module} (layer{'s' if len(self.layers) > 1 else ''} {spans(self.layers)})"
-            if self.layers
-            else self.module
-        )
-        return f"{self.level} {where}: {self.dimension} {self.value}, multiple of {self.multiple}; {self.cure} [{self.source}]"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
@@ -90,27 +82,26 @@ def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Misfit, ...]:
 
 def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[LinearShape, ...]:
     """The quantized linears, with layers of equal sizes and rules grouped; one expert represents all."""
-    parallel = run.parallel
-    count = run.tokens
-    shard = count // parallel.sequence_width
+    shard = run.tokens // run.parallel.sequence_width
     return tuple(
         LinearShape(
             module=module, layers=layers, quant=quant, inner=size[1], outer=size[0], split=split, shard=shard,
-            tokens=None if expert else shard if _whole(module) else count,
+            tokens=None if expert else shard if _whole(module) else run.tokens,
         )
-        for (module, quant, size, split, expert), layers in _grouped(
-            policy, Same(run.shape), parallel.tensor, parallel.expert_tensor or parallel.tensor
-        )
+        for (module, quant, size, split, expert), layers in _grouped(policy, run.shape, run.parallel.tensor, run.parallel.expert_width)
     )  # fmt: skip
+
+
+_Kind = tuple[str, Quant, tuple[int, ...], str | None, bool]
+"""(module, rule, sizes on one rank, how it is split, whether it is an expert)."""
 
 
 @functools.lru_cache(maxsize=64)  # a search for a layout asks again for each candidate
 def _grouped(
-    policy: PrecisionPolicy, model: Same[ModelShape], tensor: int, expert_tensor: int
-) -> tuple[tuple[tuple[str, Quant, tuple[int, ...], str | None, bool], tuple[int, ...]], ...]:
-    """(module, rule, sizes on one rank, how it is split, whether it is an expert) -> the layers that have it."""
-    shape = model.one
-    found: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
+    policy: PrecisionPolicy, shape: ModelShape, tensor: int, expert_tensor: int
+) -> tuple[tuple[_Kind, tuple[int, ...]], ...]:
+    """Kind of linear -> the layers that have it."""
+    found: dict[_Kind, list[int]] = {}
     for layer in range(shape.num_layers):
         for weight in _linears(shape, layer, tensor, expert_tensor):
             for quant in policy.gemms_at(weight.module, layer, shape.num_layers).distinct:

@@ -10,7 +10,7 @@ from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.memory.layers import layer_weights
 from mpbridge.planning.memory.mixers import MIXERS
 from mpbridge.planning.memory.overheads import hybrid
-from mpbridge.planning.rules.base import Case, Rule, warning
+from mpbridge.planning.rules.base import Case, Rule, row, warning
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -65,70 +65,36 @@ def _unfollowed(case: Case) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        id="fp4-on-a-hybrid",
-        about="nvfp4",
-        when=lambda c: hybrid(c.run.model),
-        found=_fp4,
-        expected="megatron-core 0.17 or later: until 0.16 the stack of a hybrid opens no FP4 context, and every linear runs in the compute dtype without a message",
-        cure="a 16-bit or FP8 recipe, or megatron-core's main branch",
-        source="megatron-core 0.16.1 ssm/mamba_block.py MambaStack.forward: get_fp8_context only",
-        holds=(BEFORE_017,),
-        emulated="silent",
-    ),
-    Rule(
-        id="mamba-projection-rows",
-        about="quantized",
-        when=lambda c: c.run.shape.pattern,
-        found=_rows,
-        expected="rows that divide on every rank (megatron-core checks the number before tensor parallelism, for FP8, against 16)",
-        cure="another model.mamba_num_heads, mamba_num_groups or mamba_state_dim, fewer tensor-parallel ranks, or mixed_precision.modules={mixer.in_proj: bf16}",
-        source=f"{_MIXER}; the table of scalings",
-        emulated="silent",
-    ),
-    Rule(
-        id="hybrid-without-a-pattern",
-        when=lambda c: hybrid(c.run.model) and not c.run.shape.pattern,
-        found="model.is_hybrid_model=true without a pattern of layers",
-        expected="the kind of each layer: without it this would be a GPT with a hybrid's initialisation",
-        cure="model.hybrid_override_pattern=M-M*- (one symbol for each layer), or model.is_hybrid_model=false",
-        source="megatron-core 0.16.1 models/mamba/mamba_model.py",
-    ),
-    Rule(
-        id="hybrids-do-not-follow",
-        when=lambda c: c.run.shape.pattern,
-        found=_unfollowed,
-        expected="settings that megatron-core's hybrid model reads",
-        cure="drop them",
-        source="megatron-core 0.16.1 models/mamba/mamba_model.py, mamba_layer_specs.py, ssm/mamba_block.py",
-    ),
-    Rule(
-        id="hybrids-on-one-engine",
-        when=lambda c: c.run.shape.pattern and c.run.engine != DEFAULT,
-        found="a hybrid on {c.traits.full_name}",
-        expected=f"engine={DEFAULT}: Mamba layers were not tried on the others",
-        cure=f"engine={DEFAULT}",
-        source="mpbridge/backend/models/hybrid.py",
-    ),
-    warning(
-        id="hybrid-in-fp16",
-        about="fp16",
-        when=lambda c: hybrid(c.run.model) and c.policy.compute is DType.FP16,
-        found="FP16 compute on a model with Mamba layers",
-        expected="BF16: the scan's states exceed FP16's range (NaN reported for Falcon-H1)",
-        cure="a bf16 recipe",
-        source="unslothai/unsloth-zoo#212",
-    ),
-    warning(
-        id="mamba-states-dtype-unread",
-        when=lambda c: c.run.shape.pattern and c.model("mamba_training_ssm_states_dtype") is not None,
-        found=lambda c: f"mamba_training_ssm_states_dtype={say(c.model('mamba_training_ssm_states_dtype'))}",
-        expected="null: megatron-core passes it to scans that take state_dtype and refuses to build the layer otherwise; no mamba_ssm up to 2.3.1 does, nor the "
-        "played one",
-        cure="model.mamba_training_ssm_states_dtype=null, or a mamba_ssm with that argument",
-        source="megatron-core 0.20 ssm/mamba_mixer.py MAMBA_HAS_STATE_DTYPE; mamba-ssm 2.3.1",
-    ),
-)
+    row("fp4-on-a-hybrid", _fp4,
+        "megatron-core 0.17 or later: until 0.16 the stack of a hybrid opens no FP4 context, and every linear runs in the compute dtype without a message",
+        "a 16-bit or FP8 recipe, or megatron-core's main branch", "megatron-core 0.16.1 ssm/mamba_block.py MambaStack.forward: get_fp8_context only",
+        about="nvfp4", when=lambda c: hybrid(c.run.model), holds=(BEFORE_017,), emulated="silent"),
+    row("mamba-projection-rows", _rows,
+        "rows that divide on every rank (megatron-core checks the number before tensor parallelism, for FP8, against 16)",
+        "another model.mamba_num_heads, mamba_num_groups or mamba_state_dim, fewer tensor-parallel ranks, or mixed_precision.modules={mixer.in_proj: bf16}",
+        f"{_MIXER}; the table of scalings",
+        about="quantized", when=lambda c: c.run.shape.pattern, emulated="silent"),
+    row("hybrid-without-a-pattern", "model.is_hybrid_model=true without a pattern of layers",
+        "the kind of each layer: without it this would be a GPT with a hybrid's initialisation",
+        "model.hybrid_override_pattern=M-M*- (one symbol for each layer), or model.is_hybrid_model=false", "megatron-core 0.16.1 models/mamba/mamba_model.py",
+        when=lambda c: hybrid(c.run.model) and not c.run.shape.pattern),
+    row("hybrids-do-not-follow", _unfollowed,
+        "settings that megatron-core's hybrid model reads",
+        "drop them", "megatron-core 0.16.1 models/mamba/mamba_model.py, mamba_layer_specs.py, ssm/mamba_block.py",
+        when=lambda c: c.run.shape.pattern),
+    row("hybrids-on-one-engine", "a hybrid on {c.traits.full_name}",
+        f"engine={DEFAULT}: Mamba layers were not tried on the others",
+        f"engine={DEFAULT}", "mpbridge/backend/models/hybrid.py",
+        when=lambda c: c.run.shape.pattern and c.run.engine != DEFAULT),
+    warning("hybrid-in-fp16", "FP16 compute on a model with Mamba layers",
+        "BF16: the scan's states exceed FP16's range (NaN reported for Falcon-H1)",
+        "a bf16 recipe", "unslothai/unsloth-zoo#212",
+        about="fp16", when=lambda c: hybrid(c.run.model) and c.policy.compute is DType.FP16),
+    warning("mamba-states-dtype-unread", lambda c: f"mamba_training_ssm_states_dtype={say(c.model('mamba_training_ssm_states_dtype'))}",
+        "null: megatron-core passes it to scans that take state_dtype and refuses to build the layer otherwise; no mamba_ssm up to 2.3.1 does, nor the played one",
+        "model.mamba_training_ssm_states_dtype=null, or a mamba_ssm with that argument", "megatron-core 0.20 ssm/mamba_mixer.py MAMBA_HAS_STATE_DTYPE; mamba-ssm 2.3.1",
+        when=lambda c: c.run.shape.pattern and c.model("mamba_training_ssm_states_dtype") is not None),
+)  # fmt: skip
 
 
 def silent_on(policy: PrecisionPolicy, model: Any, versions: Versions) -> str | None:

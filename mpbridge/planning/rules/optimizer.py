@@ -7,7 +7,7 @@ from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
 from mpbridge.planning.memory.keeps import moments
-from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, warning
+from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, row, warning
 from mpbridge.precision.config import FUSED
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
@@ -23,12 +23,8 @@ def _unread_states(case: Case) -> str | None:
         return None  # reported by full-16-bit-with-distributed-optimizer: no optimizer setting fixes it
     kept, found = case.kept, []
     # megatron-core rejects 16-bit main gradients without a precision-aware optimizer; with one it reads its own buffers regardless (a warning below)
-    names = (
-        [*FUSED.values()]
-        if case.aware or not case.core or case.policy.narrow_alone
-        else [*FUSED.values(), "main_grads"]
-    )
-    for name in names:
+    grads = [] if case.aware or not case.core or case.policy.narrow_alone else ["main_grads"]
+    for name in (*FUSED.values(), *grads):
         stated, held = getattr(case.policy, name), kept.get(name)
         if name == "main_params" and _bf16_beside(case):
             continue  # a precision-aware optimizer cannot keep such weights either, see fused-adam-keeps-no-bf16-main-weights
@@ -92,213 +88,99 @@ def _unmet_by_overlapped_step(case: Case) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        id="precision-aware-needs-adam",
-        about="aware",
-        when=lambda c: c.aware and c.run.optimizer.name not in ADAMS,
-        found="optimizer={c.run.optimizer.name} with use_precision_aware_optimizer",
-        expected="adam: only FusedAdam keeps states in configurable dtypes",
-        cure="optimizer.optimizer=adam, or mixed_precision.use_precision_aware_optimizer=false",
-        cure_here=lambda c: f"optimizer.optimizer=adam, or {c.plain_states}",
-        source=_CONFIG,
-    ),
-    Rule(
-        id="precision-aware-needs-distributed-optimizer",
-        about="aware",
-        when=lambda c: c.aware and c.core and not c.run.optimizer.distributed,
-        found="use_precision_aware_optimizer with plain DDP",
-        expected="a distributed optimizer",
-        cure="ddp.use_distributed_optimizer=true",
-        source=f"{_CONFIG}; Megatron-LM core/optimizer/__init__.py get_megatron_optimizer (d98e8a64)",
-    ),
-    Rule(
-        id="precision-aware-needs-fused-adam",
-        about="aware",
-        when=lambda c: (
-            c.aware and c.gpu and c.run.versions.transformer_engine is None and not c.run.optimizer.cpu_offload
-        ),
-        found="use_precision_aware_optimizer on a GPU without Transformer Engine",
-        expected="Transformer Engine's FusedAdam (on a CPU mpbridge provides a replacement)",
-        cure=install("te"),
-        source=_CONFIG,
-    ),
-    Rule(
-        id="states-need-precision-aware",
-        found=_unread_states,
-        expected="FP32 states, or a precision-aware optimizer",
-        cure="mixed_precision.use_precision_aware_optimizer=true",
-        source=_CONFIG,
-    ),
-    Rule(
-        id="fused-adam-keeps-no-bf16-main-weights",
-        when=_bf16_main,
-        found="main_params_dtype=bf16 kept by FusedAdam",
-        expected="fp32 or fp16 main weights, or no precision-aware optimizer and 16-bit parameters that serve as their own main weights",
-        cure="mixed_precision.main_params_dtype=fp32",
-        source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",
-    ),
-    Rule(
-        id="optimizer-section-states-need-precision-aware",
-        when=lambda c: c.core and not c.opt("use_precision_aware_optimizer", False),
-        found=_section_states,
-        expected="FP32 in all four fields",
-        cure="optimizer.use_precision_aware_optimizer=true, or drop them",
-        source=_CONFIG,
-    ),
-    warning(
-        id="precision-aware-with-fp8",
-        about="fp8",
-        when=lambda c: c.aware and c.core,
-        found=_aware_fp8,
-        expected="plain 16-bit or delayed scaling with FP32 moments: other combinations failed (illegal memory access, asserts) on several releases",
-        cure="mixed_precision.use_precision_aware_optimizer=false, and no 16-bit states",
-        cure_here=lambda c: c.plain_states,
-        source="Megatron-Bridge#1707, ms-swift#8001, NVIDIA/cloudai#593",
-    ),
-    warning(
-        id="precision-aware-does-nothing",
-        about="fp8",
-        when=lambda c: c.core and c.aware and not _low_moments(c),
-        found=_pointless,
-        expected="states below FP32: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
-        cure="mixed_precision.use_precision_aware_optimizer=false, or bf16 moments",
-        source=f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-    ),
-    Rule(
-        id="fp8-recipe-leaks-into-the-optimizer",
-        about="aware",
-        when=lambda c: c.aware and c.policy.fp8 is None and c.opt("fp8_recipe") not in (None, "delayed"),
-        found=lambda c: f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off",
-        expected="null: with any other value megatron-core ignores the precision-aware optimizer and keeps FP32 main weights",
-        cure="optimizer.fp8_recipe=null",
-        source=f"{_CONFIG}; Megatron-Bridge#2764",
-    ),
-    warning(
-        id="main-gradients-that-nothing-reads",
-        found=_unread_grads,
-        expected="the dtype that the optimizer reads: megatron-core only validates the field, then passes its own buffers, cast to FP32 if it keeps FP32 main weights itself",
-        cure="mixed_precision.grad_reduce_in_fp32=false, or drop main_grads_dtype",
-        source="megatron-core 0.16.1: main_grads_dtype is read in optimizer_config.py only",
-    ),
-    warning(
-        id="remainders-have-no-effect",
-        about="aware",
-        when=lambda c: (
-            c.aware
-            and c.policy.remainders
-            and (c.policy.main_params not in (None, DType.FP32) or c.policy.params is not DType.BF16)
-        ),
-        found=lambda c: (
-            f"store_param_remainders=true with {(c.policy.main_params or DType.FP32).short} main weights of {c.policy.params.short} parameters"
-        ),
-        expected="a precision-aware optimizer with FP32 main weights of BF16 parameters: remainders are the other half of the FP32 bits",
-        cure="mixed_precision.store_param_remainders=false",
-        source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py initialize_state",
-    ),
-    Rule(
-        id="remainders-of-fp8-weights",
+    row("precision-aware-needs-adam", "optimizer={c.run.optimizer.name} with use_precision_aware_optimizer",
+        "adam: only FusedAdam keeps states in configurable dtypes",
+        "optimizer.optimizer=adam, or mixed_precision.use_precision_aware_optimizer=false", _CONFIG,
+        about="aware", when=lambda c: c.aware and c.run.optimizer.name not in ADAMS, cure_here=lambda c: f"optimizer.optimizer=adam, or {c.plain_states}"),
+    row("precision-aware-needs-distributed-optimizer", "use_precision_aware_optimizer with plain DDP",
+        "a distributed optimizer",
+        "ddp.use_distributed_optimizer=true", f"{_CONFIG}; Megatron-LM core/optimizer/__init__.py get_megatron_optimizer (d98e8a64)",
+        about="aware", when=lambda c: c.aware and c.core and not c.run.optimizer.distributed),
+    row("precision-aware-needs-fused-adam", "use_precision_aware_optimizer on a GPU without Transformer Engine",
+        "Transformer Engine's FusedAdam (on a CPU mpbridge provides a replacement)",
+        install("te"), _CONFIG,
+        about="aware", when=lambda c: c.aware and c.gpu and c.run.versions.transformer_engine is None and not c.run.optimizer.cpu_offload),
+    row("states-need-precision-aware", _unread_states,
+        "FP32 states, or a precision-aware optimizer",
+        "mixed_precision.use_precision_aware_optimizer=true", _CONFIG),
+    row("fused-adam-keeps-no-bf16-main-weights", "main_params_dtype=bf16 kept by FusedAdam",
+        "fp32 or fp16 main weights, or no precision-aware optimizer and 16-bit parameters that serve as their own main weights",
+        "mixed_precision.main_params_dtype=fp32", "Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",
+        when=_bf16_main),
+    row("optimizer-section-states-need-precision-aware", _section_states,
+        "FP32 in all four fields",
+        "optimizer.use_precision_aware_optimizer=true, or drop them", _CONFIG,
+        when=lambda c: c.core and not c.opt("use_precision_aware_optimizer", False)),
+    warning("precision-aware-with-fp8", _aware_fp8,
+        "plain 16-bit or delayed scaling with FP32 moments: other combinations failed (illegal memory access, asserts) on several releases",
+        "mixed_precision.use_precision_aware_optimizer=false, and no 16-bit states", "Megatron-Bridge#1707, ms-swift#8001, NVIDIA/cloudai#593",
+        about="fp8", when=lambda c: c.aware and c.core, cure_here=lambda c: c.plain_states),
+    warning("precision-aware-does-nothing", _pointless,
+        "states below FP32: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
+        "mixed_precision.use_precision_aware_optimizer=false, or bf16 moments", f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        about="fp8", when=lambda c: c.core and c.aware and not _low_moments(c)),
+    row("fp8-recipe-leaks-into-the-optimizer", lambda c: f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off",
+        "null: with any other value megatron-core ignores the precision-aware optimizer and keeps FP32 main weights",
+        "optimizer.fp8_recipe=null", f"{_CONFIG}; Megatron-Bridge#2764",
+        about="aware", when=lambda c: c.aware and c.policy.fp8 is None and c.opt("fp8_recipe") not in (None, "delayed")),
+    warning("main-gradients-that-nothing-reads", _unread_grads,
+        "the dtype that the optimizer reads: megatron-core only validates the field, then passes its own buffers, cast to FP32 if it keeps FP32 main weights itself",
+        "mixed_precision.grad_reduce_in_fp32=false, or drop main_grads_dtype", "megatron-core 0.16.1: main_grads_dtype is read in optimizer_config.py only"),
+    warning("remainders-have-no-effect",
+        lambda c: f"store_param_remainders=true with {(c.policy.main_params or DType.FP32).short} main weights of {c.policy.params.short} parameters",
+        "a precision-aware optimizer with FP32 main weights of BF16 parameters: remainders are the other half of the FP32 bits",
+        "mixed_precision.store_param_remainders=false", "Transformer Engine 2.11 pytorch/optimizers/fused_adam.py initialize_state",
+        about="aware", when=lambda c: c.aware and c.policy.remainders and (c.policy.main_params not in (None, DType.FP32) or c.policy.params is not DType.BF16)),
+    row("remainders-of-fp8-weights", "16-bit remainders as the main weights of FP8 weights under delayed scaling",
+        "full FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and an 8-bit code is not the upper half of an FP32 number",
+        f"mixed_precision.store_param_remainders=false, or {PLAIN_WEIGHTS}",
+        "Transformer Engine 2.11 to 2.20: pytorch/optimizers/fused_adam.py step, common/multi_tensor/adam.cu multi_tensor_adam_fp8_cuda",
         about="aware fp8",
-        when=lambda c: (
-            c.aware
-            and c.core
-            and c.policy.remainders
-            and c.policy.main_params in (None, DType.FP32)
-            and (fp8 := c.policy.fp8)
-            and fp8.row.history
-            and fp8.stored
-        ),
-        found="16-bit remainders as the main weights of FP8 weights under delayed scaling",
-        expected="full FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and an 8-bit code is not the upper half of an FP32 number",
-        cure=f"mixed_precision.store_param_remainders=false, or {PLAIN_WEIGHTS}",
-        source="Transformer Engine 2.11 to 2.20: pytorch/optimizers/fused_adam.py step, common/multi_tensor/adam.cu multi_tensor_adam_fp8_cuda",
-        emulated="silent",
-    ),
-    warning(
-        id="remainders-need-newer-engine",
-        about="aware",
-        when=lambda c: c.aware and c.policy.remainders and c.te_before("2.1"),
-        found="store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}",
-        expected="2.1 or later: with earlier versions megatron-core turns remainders off, which costs two more bytes per parameter",
-        cure="upgrade Transformer Engine, or mixed_precision.store_param_remainders=false",
-        source=_CONFIG,
-    ),
-    warning(
-        id="duplicate-main-weights",
-        about="fp32_storage",
-        when=lambda c: c.core and c.aware and c.policy.params is DType.FP32 and c.policy.main_params is DType.FP32,
-        found="FP32 parameters with a FusedAdam that keeps FP32 main weights",  # the sharded engines do not keep the copy
-        expected="one of them: the FP32 branch never reads the copy, which wastes four bytes per parameter",
-        cure="mixed_precision.use_precision_aware_optimizer=false",
-        cure_here=lambda c: c.plain_states,
-        source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py; NeMo-RL#2865",
-    ),
-    Rule(
-        id="offload-needs-precision-aware",
-        when=lambda c: c.run.optimizer.cpu_offload and not c.aware,
-        found="optimizer_cpu_offload without use_precision_aware_optimizer",
-        expected="both",
-        cure="mixed_precision.use_precision_aware_optimizer=true",
-        source=ARGUMENTS,
-    ),
-    Rule(
-        id="offload-with-stored-weights",
-        about="stored",
-        when=lambda c: c.run.optimizer.cpu_offload and any(not q.row.history for q in c.stored),
-        found=lambda c: f"optimizer_cpu_offload with stored {c.stored[0].scaling} weights",
-        expected="delayed scaling, or weights stored in 16 bits",
-        cure=PLAIN_WEIGHTS,
-        source=f"{ARGUMENTS}; Megatron-LM#2788",
-    ),
-    Rule(
-        id="distributed-optimizer-is-adam-only",
-        # what is beside Adam has a rule of its own: muon-cannot
+        when=lambda c: c.aware and c.core and c.policy.remainders and c.policy.main_params in (None, DType.FP32) and (fp8 := c.policy.fp8) and fp8.row.history and fp8.stored,
+        emulated="silent"),
+    warning("remainders-need-newer-engine", "store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}",
+        "2.1 or later: with earlier versions megatron-core turns remainders off, which costs two more bytes per parameter",
+        "upgrade Transformer Engine, or mixed_precision.store_param_remainders=false", _CONFIG,
+        about="aware", when=lambda c: c.aware and c.policy.remainders and c.te_before("2.1")),
+    # megatron-core's engine alone: the sharded ones do not keep the copy
+    warning("duplicate-main-weights", "FP32 parameters with a FusedAdam that keeps FP32 main weights",
+        "one of them: the FP32 branch never reads the copy, which wastes four bytes per parameter",
+        "mixed_precision.use_precision_aware_optimizer=false", "Transformer Engine 2.11 pytorch/optimizers/fused_adam.py; NeMo-RL#2865",
+        about="fp32_storage", when=lambda c: c.core and c.aware and c.policy.params is DType.FP32 and c.policy.main_params is DType.FP32,
+        cure_here=lambda c: c.plain_states),
+    row("offload-needs-precision-aware", "optimizer_cpu_offload without use_precision_aware_optimizer",
+        "both",
+        "mixed_precision.use_precision_aware_optimizer=true", ARGUMENTS,
+        when=lambda c: c.run.optimizer.cpu_offload and not c.aware),
+    row("offload-with-stored-weights", lambda c: f"optimizer_cpu_offload with stored {c.stored[0].scaling} weights",
+        "delayed scaling, or weights stored in 16 bits",
+        PLAIN_WEIGHTS, f"{ARGUMENTS}; Megatron-LM#2788",
+        about="stored", when=lambda c: c.run.optimizer.cpu_offload and any(not q.row.history for q in c.stored)),
+    # what is beside Adam has a rule of its own: muon-cannot
+    row("distributed-optimizer-is-adam-only", "optimizer={c.run.optimizer.name} with the distributed optimizer",
+        "adam",
+        "ddp.use_distributed_optimizer=false, or optimizer.optimizer=adam", "megatron-core 0.16.1 distrib_optimizer.py DistributedOptimizer.__init__",
         when=lambda c: c.core and c.run.optimizer.distributed and c.run.optimizer.name not in ("adam", *BESIDE_ADAM),
-        found="optimizer={c.run.optimizer.name} with the distributed optimizer",
-        expected="adam",
-        cure="ddp.use_distributed_optimizer=false, or optimizer.optimizer=adam",
-        cure_here=lambda c: f"{c.plain_ddp}, or optimizer.optimizer=adam",
-        source="megatron-core 0.16.1 distrib_optimizer.py DistributedOptimizer.__init__",
-    ),
-    Rule(
-        id="overlapped-gather-needs-distributed-optimizer",
+        cure_here=lambda c: f"{c.plain_ddp}, or optimizer.optimizer=adam"),
+    # the distributed optimizer does not help with parameters that are their own main weights, or with optimizers other than Adam
+    row("overlapped-gather-needs-distributed-optimizer", "overlap_param_gather with plain DDP",
+        "a distributed optimizer: plain DDP gathers nothing",
+        "ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false", "megatron-core 0.16.1 param_and_grad_buffer.py start_param_sync (a bare assertion)",
         when=lambda c: c.core and not c.run.optimizer.distributed and c.ddp("overlap_param_gather"),
-        found="overlap_param_gather with plain DDP",
-        expected="a distributed optimizer: plain DDP gathers nothing",
-        cure="ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false",
-        # the distributed optimizer does not help with parameters that are their own main weights, or with optimizers other than Adam
-        cure_here=lambda c: (
-            "ddp.overlap_param_gather=false"
-            if c.policy.narrow_alone or c.run.optimizer.name != "adam"
-            else "ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false"
-        ),
-        source="megatron-core 0.16.1 param_and_grad_buffer.py start_param_sync (a bare assertion)",
-    ),
-    Rule(
-        id="overlapped-step-needs-interleaving",
-        when=lambda c: c.run.optimizer.overlap_param_gather_with_step,
-        found=_unmet_by_overlapped_step,
-        expected="all of them: the first model chunk's gather starts while the others are updated",
-        cure="optimizer.overlap_param_gather_with_optimizer_step=false",
-        source="megatron-core 0.16.1 optimizer.py ChainedOptimizer.step_with_ready_grads (attributes that plain optimizers lack); "
-        + ARGUMENTS,
-    ),
-    warning(
-        id="second-moment-in-fp8",
-        about="aware",
-        when=lambda c: moments(c.policy).get("exp_avg_sq") is DType.UINT8,
-        found="exp_avg_sq_dtype=fp8",
-        expected="a second moment in bf16 or wider: one scale for a tensor flushes entries below amax x 2^-10/448, and Adam divides by their root (Transformer Engine's own FusedAdam moves a rare row by 12,100 learning rates, with FP32 and BF16 by 1)",
-        cure="mixed_precision.exp_avg_sq_dtype=bf16",
-        source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py set_scaled_state, run by tests/te_cpu/inside/hopper.py",
-    ),
-    Rule(
-        id="moments-with-custom-scale-need-newer-engine",
-        about="aware",
-        when=lambda c: c.aware and DType.UINT8 in moments(c.policy).values() and c.te_before("2.0"),
-        found="FP8 moments",
-        expected="Transformer Engine 2.0 or later",
-        cure="upgrade Transformer Engine, or bf16 moments",
-        source="Transformer Engine pytorch/optimizers/fused_adam.py",
-        holds=(Window(package="transformer_engine", until="2.0"),),
-    ),
-)
+        cure_here=lambda c: ("" if c.policy.narrow_alone or c.run.optimizer.name != "adam" else "ddp.use_distributed_optimizer=true, or ") + "ddp.overlap_param_gather=false"),
+    row("overlapped-step-needs-interleaving", _unmet_by_overlapped_step,
+        "all of them: the first model chunk's gather starts while the others are updated",
+        "optimizer.overlap_param_gather_with_optimizer_step=false",
+        "megatron-core 0.16.1 optimizer.py ChainedOptimizer.step_with_ready_grads (attributes that plain optimizers lack); " + ARGUMENTS,
+        when=lambda c: c.run.optimizer.overlap_param_gather_with_step),
+    warning("second-moment-in-fp8", "exp_avg_sq_dtype=fp8",
+        "a second moment in bf16 or wider: one scale for a tensor flushes entries below amax x 2^-10/448, and Adam divides by their root (Transformer Engine's "
+        "own FusedAdam moves a rare row by 12,100 learning rates, with FP32 and BF16 by 1)",
+        "mixed_precision.exp_avg_sq_dtype=bf16", "Transformer Engine 2.11 pytorch/optimizers/fused_adam.py set_scaled_state, run by tests/te_cpu/inside/hopper.py",
+        about="aware", when=lambda c: moments(c.policy).get("exp_avg_sq") is DType.UINT8),
+    row("moments-with-custom-scale-need-newer-engine", "FP8 moments",
+        "Transformer Engine 2.0 or later",
+        "upgrade Transformer Engine, or bf16 moments", "Transformer Engine pytorch/optimizers/fused_adam.py",
+        about="aware", when=lambda c: c.aware and DType.UINT8 in moments(c.policy).values() and c.te_before("2.0"),
+        holds=(Window(package="transformer_engine", until="2.0"),)),
+)  # fmt: skip

@@ -8,7 +8,7 @@ from mpbridge.planning.memory.buckets import ALIGN
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
 from mpbridge.planning.memory.layers import model_names, parameters
 from mpbridge.planning.memory.ranks import Coordinates
-from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, warning
+from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, row, warning
 from mpbridge.precision.globs import ADAPTERS, dead_patterns, is_adapter
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 
@@ -60,211 +60,99 @@ def _misplaced(case: Case) -> str:
     trained = [one for chunk in parameters(case.run, first) for one in chunk if not is_frozen(case.policy, one.name)]
     found = list(dict.fromkeys(one.weight.path for one in trained if one.weight.elements % ALIGN))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return (
-        f"{', '.join(found[:3])}{more} beside stored weights that are gathered through the gradient buffer"
-        if found
-        else ""
-    )
+    beside = f"{more} beside stored weights that are gathered through the gradient buffer"
+    return f"{', '.join(found[:3])}{beside}" if found else ""
 
 
 _FATAL = ("check_for_nan_in_grad", "check_for_large_grads")
 """Checks of megatron-core's DDP that end the run."""
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        id="accumulator-apart-from-the-wire",
+    row("accumulator-apart-from-the-wire",
+        "grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short} on {c.traits.full_name}",
+        "one dtype for both: micro-batches accumulate in the same buckets that are reduced",
+        "mixed_precision.grad_accumulation_dtype=null, or engine=megatron_fsdp",
+        "megatron-core 0.16.1 distributed/param_and_grad_buffer.py; torch 2.13 fsdp/_fully_shard/_fsdp_collectives.py",
         when=lambda c: c.policy.accumulate is not None and c.traits.main_weights != "wrapper",
-        found="grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short} on {c.traits.full_name}",
-        expected="one dtype for both: micro-batches accumulate in the same buckets that are reduced",
-        cure="mixed_precision.grad_accumulation_dtype=null, or engine=megatron_fsdp",
-        cure_here=lambda c: (
-            "mixed_precision.grad_accumulation_dtype=null"
-            + ("" if BEFORE_017.holds(c.run.versions.megatron_core) else ", or engine=megatron_fsdp")
-        ),
-        source="megatron-core 0.16.1 distributed/param_and_grad_buffer.py; torch 2.13 fsdp/_fully_shard/_fsdp_collectives.py",
-    ),
-    Rule(
-        id="accumulator-before-its-field",
-        when=lambda c: c.policy.accumulate is not None and c.traits.main_weights == "wrapper",
-        found="grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}",
-        expected="megatron-core 0.17 or later: ddp.megatron_fsdp_grad_comm_dtype does not exist in earlier versions",
-        cure="mixed_precision.grad_accumulation_dtype=null, or a newer megatron-core",
-        source="megatron-core 0.16.1 and 0.20.0 distributed/distributed_data_parallel_config.py",
-        holds=(BEFORE_017,),
-    ),
-    warning(
-        id="gather-misplaces-what-follows-odd-sizes",
-        about="stored",
-        when=_mxfp8_stored,
-        found=_misplaced,
-        expected=f"sizes that are multiples of {ALIGN} elements, to which the buffer aligns every parameter: a bucket's own table counts them as packed, so a script "
-        "that gathers by it copies one parameter into another's place. mpbridge's engine and mpbridge.wrap correct the table",
-        cure="megatron-core 0.17 or later, engine=mcore or mpbridge.wrap",
-        source="megatron-core 0.16.1 distributed/param_and_grad_buffer.py _ParamAndGradBucket.param_to_index; Megatron-LM#3007",
-        holds=(BEFORE_017,),
-    ),
-    Rule(
-        id="parameter-gather-without-distributed-optimizer",
-        about="stored",
-        when=lambda c: c.core and c.stored and not c.run.optimizer.distributed,
-        found="fp8_param_gather=true with plain DDP",
-        expected="a distributed optimizer, which keeps the high-precision copy",
-        cure=f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}",
-        # it is Adam's alone
-        cure_here=lambda c: (
-            PLAIN_WEIGHTS
-            if c.run.optimizer.name in BESIDE_ADAM
-            else f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}"
-        ),
-        source=f"{ARGUMENTS}; megatron-core 0.16.1 accepts it silently",
-        emulated="warning",
-    ),
-    Rule(
-        id="mxfp8-gather-without-reused-buffer",
-        about="mxfp8 stored",
-        when=lambda c: c.core and _mxfp8_stored(c) and not c.policy.reuse_grad_buffer,
-        found="MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false",
-        expected="the gradient buffer reused for the gather",
-        cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, "
-        f"or {PLAIN_WEIGHTS}",
-        source="Megatron-Bridge 067f987d training/config.py validate; Megatron-Bridge#450",
-        emulated="warning",
-    ),
-    Rule(
-        id="mxfp8-gather-without-overlap-gives-nan",
-        about="mxfp8 stored",
-        when=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and not _overlaps(c),
-        found=lambda c: ", ".join(f"{name}={str(bool(c.ddp(name))).lower()}" for name in _OVERLAPS),
-        expected="both overlaps: without them the loss was NaN from the second step on",
-        cure=f"ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or {PLAIN_WEIGHTS}",
-        source="Megatron-LM#2272, fixed by #4769",
-        holds=(BEFORE_017,),
-        emulated="silent",
-    ),
-    warning(
-        id="mxfp8-gather-evaluates-stale-weights",
-        about="mxfp8 stored",
-        when=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and _overlaps(c),
-        found="evaluation between steps with an overlapped MXFP8 parameter gather",
-        expected="evaluation on saved checkpoints in other people's scripts: during the run the gathered weights can be wrong. mpbridge's engine stages them first",
-        cure=f"train.eval_interval=null, or {PLAIN_WEIGHTS}",
-        source="Megatron-Bridge#3727, Megatron-LM#4562",
-        emulated="silent",
-    ),
-    warning(
-        id="mxfp8-without-gather-costs-memory",
-        about="mxfp8",
-        when=_gathers_wide,
-        found="MXFP8 with parameters stored in 16 bits",
-        expected="fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, at two more bytes per parameter",
-        cure="mixed_precision.fp8_param_gather=true mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true "
+        cure_here=lambda c: "mixed_precision.grad_accumulation_dtype=null" + ("" if BEFORE_017.holds(c.run.versions.megatron_core) else ", or engine=megatron_fsdp")),
+    row("accumulator-before-its-field", "grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}",
+        "megatron-core 0.17 or later: ddp.megatron_fsdp_grad_comm_dtype does not exist in earlier versions",
+        "mixed_precision.grad_accumulation_dtype=null, or a newer megatron-core", "megatron-core 0.16.1 and 0.20.0 distributed/distributed_data_parallel_config.py",
+        when=lambda c: c.policy.accumulate is not None and c.traits.main_weights == "wrapper", holds=(BEFORE_017,)),
+    warning("gather-misplaces-what-follows-odd-sizes", _misplaced,
+        f"sizes that are multiples of {ALIGN} elements, to which the buffer aligns every parameter: a bucket's own table counts them as packed, "
+        "so a script that gathers by it copies one parameter into another's place. mpbridge's engine and mpbridge.wrap correct the table",
+        "megatron-core 0.17 or later, engine=mcore or mpbridge.wrap",
+        "megatron-core 0.16.1 distributed/param_and_grad_buffer.py _ParamAndGradBucket.param_to_index; Megatron-LM#3007",
+        about="stored", when=_mxfp8_stored, holds=(BEFORE_017,)),
+    # the distributed optimizer is Adam's alone
+    row("parameter-gather-without-distributed-optimizer", "fp8_param_gather=true with plain DDP",
+        "a distributed optimizer, which keeps the high-precision copy",
+        f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}", f"{ARGUMENTS}; megatron-core 0.16.1 accepts it silently",
+        about="stored", when=lambda c: c.core and c.stored and not c.run.optimizer.distributed,
+        cure_here=lambda c: PLAIN_WEIGHTS if c.run.optimizer.name in BESIDE_ADAM else f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}", emulated="warning"),
+    row("mxfp8-gather-without-reused-buffer", "MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false",
+        "the gradient buffer reused for the gather",
+        f"mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or {PLAIN_WEIGHTS}",
+        "Megatron-Bridge 067f987d training/config.py validate; Megatron-Bridge#450",
+        about="mxfp8 stored", when=lambda c: c.core and _mxfp8_stored(c) and not c.policy.reuse_grad_buffer, emulated="warning"),
+    row("mxfp8-gather-without-overlap-gives-nan", lambda c: ", ".join(f"{name}={str(bool(c.ddp(name))).lower()}" for name in _OVERLAPS),
+        "both overlaps: without them the loss was NaN from the second step on",
+        f"ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or {PLAIN_WEIGHTS}", "Megatron-LM#2272, fixed by #4769",
+        about="mxfp8 stored", when=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and not _overlaps(c), holds=(BEFORE_017,), emulated="silent"),
+    warning("mxfp8-gather-evaluates-stale-weights", "evaluation between steps with an overlapped MXFP8 parameter gather",
+        "evaluation on saved checkpoints in other people's scripts: during the run the gathered weights can be wrong. mpbridge's engine stages them first",
+        f"train.eval_interval=null, or {PLAIN_WEIGHTS}", "Megatron-Bridge#3727, Megatron-LM#4562",
+        about="mxfp8 stored", when=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and _overlaps(c), emulated="silent"),
+    warning("mxfp8-without-gather-costs-memory", "MXFP8 with parameters stored in 16 bits",
+        "fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, at two more bytes per parameter",
+        "mixed_precision.fp8_param_gather=true mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true "
         "ddp.overlap_param_gather=true, or accept the memory (mpbridge memory)",
-        source="megatron-core 0.16.1 optimizer_config.py __post_init__",
-        emulated="silent",
-    ),
-    Rule(
-        id="reused-buffer-with-overlapped-step",
-        about="mxfp8 stored",
-        when=lambda c: c.policy.reuse_grad_buffer and c.run.optimizer.overlap_param_gather_with_step,
-        found="reuse_grad_buf_for_mxfp8_param_ag with overlap_param_gather_with_optimizer_step",
-        expected="one of them: the step would overwrite gradients that are still being read",
-        cure="optimizer.overlap_param_gather_with_optimizer_step=false",
-        source="Megatron-LM core/optimizer/optimizer_config.py (d98e8a64)",
-        emulated="warning",
-    ),
-    Rule(
-        id="keep-fp32-matches-nothing",
-        found=_dead_names,
-        expected="globs over names such as 'decoder.layers.0.mlp.router.weight' or 'decoder.final_layernorm.weight'",
-        cure="correct the glob ('*router.weight')",
-        source="OLMo-core float8: an exclusion that excludes nothing is an error",
-    ),
-    Rule(
-        id="keep-fp32-of-a-tied-embedding",
-        when=lambda c: c.run.shape.tied and kept_fp32(c.policy, "embedding.word_embeddings.weight"),
-        found="keep_fp32 names the word embeddings, which the output layer shares",
-        expected="an untied embedding: a tied output layer would multiply 16-bit activations by FP32 weights",
-        cure="model.share_embeddings_and_output_weights=false, or a narrower glob; for FP32 logits mixed_precision.logit_dtype=fp32",
-        source="mpbridge/backend/models/gpt.py",
-    ),
-    Rule(
-        id="fp32-storage-under-16-bit-compute",
-        about="fp32_storage",
-        when=lambda c: (
-            not c.traits.wide_storage and c.policy.params is DType.FP32 and c.policy.compute is not DType.FP32
-        ),
-        found="params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}",
-        expected="16-bit parameters with an FP32 main copy: megatron-core's Float16Module casts the whole model",
-        cure="engine=fsdp2, or mixed_precision.params_dtype=null",
-        source="megatron-core 0.16.1 transformer/module.py Float16Module",
-    ),
-    Rule(
-        id="fp16-parameters-alone",
-        about="fp16",
-        when=lambda c: c.policy.narrow_alone and c.policy.params is DType.FP16,
-        found="main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
-        expected="FP32 main weights, or FP16 ones kept by FusedAdam: otherwise updates below 2**-11 of a weight are lost, and small weights underflow",
-        cure="mixed_precision.main_params_dtype=fp32",
-        source="arXiv 1710.03740, section 3.1",
-    ),
-    Rule(
-        id="full-16-bit-with-distributed-optimizer",
-        about="own_copy",
-        when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed,
-        found="{c.policy.params.short} parameters as their own main copy, sharded",
-        expected="plain DDP or FSDP2: the distributed optimizer silently creates FP32 main weights and moments regardless",
-        cure="ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
-        cure_here=lambda c: f"{c.plain_ddp}, or engine=fsdp2",
-        source="megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
-    ),
-    Rule(
-        id="full-16-bit-with-fp32-reduction",
-        about="own_copy",
-        when=lambda c: c.traits.main_weights != "optimizer" and c.policy.narrow_alone and c.policy.reduce is DType.FP32,
-        found="{c.policy.params.short} parameters as their own main copy with FP32 gradients",
-        expected="gradients in the parameters' dtype: torch rejects any other dtype in .grad",
-        cure="mixed_precision.grad_reduce_in_fp32=false",
-        source="torch 2.13: assigning .grad of another dtype raises",
-    ),
-    warning(
-        id="fp32-accumulation-has-no-effect",
-        about="fp32_grads",
-        when=lambda c: c.policy.reduce is DType.FP32 and c.ddp("reduce_scatter_with_fp32_accumulation"),
-        found="reduce_scatter_with_fp32_accumulation=true with FP32 gradients",
-        expected="16-bit gradients: FP32 ones accumulate in FP32 anyway",
-        cure="ddp.reduce_scatter_with_fp32_accumulation=false, or mixed_precision.grad_reduce_in_fp32=false",
-        source=ARGUMENTS,
-    ),
-    Rule(
-        id="fp32-accumulation-with-optimizer-instances",
-        when=lambda c: (
-            c.core
-            and c.ddp("reduce_scatter_with_fp32_accumulation")
-            and c.ddp("num_distributed_optimizer_instances", 1) > 1
-        ),
-        found=lambda c: (
-            f"reduce_scatter_with_fp32_accumulation with {c.ddp('num_distributed_optimizer_instances')} optimizer instances"
-        ),
-        expected="one instance",
-        cure="ddp.num_distributed_optimizer_instances=1",
-        source="megatron-core 0.16.1 param_and_grad_buffer.py _ParamAndGradBucketGroup",
-    ),
-    Rule(
-        id="optimizer-instances-without-ranks",
-        found=_undivided,
-        expected="the distributed optimizer, and a number of instances that divides the data-parallel ranks, also those of experts",
-        cure="ddp.num_distributed_optimizer_instances=1",
-        source="megatron-core 0.16.1 parallel_state.py initialize_model_parallel, distributed_data_parallel.py",
-    ),
-    Rule(
-        id="fatal-nan-check-with-dynamic-loss-scale",
-        about="fp16",
-        when=lambda c: (
-            c.policy.compute is DType.FP16 and c.policy.loss_scale is not None and c.policy.loss_scale.dynamic
-        ),
-        found=lambda c: next((f"{name}=true with a dynamic loss scale" for name in _FATAL if c.ddp(name)), ""),
-        expected="no fatal check: a dynamic scale finds its value by overflowing",
-        cure="ddp.check_for_nan_in_grad=false ddp.check_for_large_grads=false (the recipe's plan does it)",
-        source=f"megatron-core 0.16.1 param_and_grad_buffer.py check_grads; {ARGUMENTS}",
-    ),
-)
+        "megatron-core 0.16.1 optimizer_config.py __post_init__",
+        about="mxfp8", when=_gathers_wide, emulated="silent"),
+    row("reused-buffer-with-overlapped-step", "reuse_grad_buf_for_mxfp8_param_ag with overlap_param_gather_with_optimizer_step",
+        "one of them: the step would overwrite gradients that are still being read",
+        "optimizer.overlap_param_gather_with_optimizer_step=false", "Megatron-LM core/optimizer/optimizer_config.py (d98e8a64)",
+        about="mxfp8 stored", when=lambda c: c.policy.reuse_grad_buffer and c.run.optimizer.overlap_param_gather_with_step, emulated="warning"),
+    row("keep-fp32-matches-nothing", _dead_names,
+        "globs over names such as 'decoder.layers.0.mlp.router.weight' or 'decoder.final_layernorm.weight'",
+        "correct the glob ('*router.weight')", "OLMo-core float8: an exclusion that excludes nothing is an error"),
+    row("keep-fp32-of-a-tied-embedding", "keep_fp32 names the word embeddings, which the output layer shares",
+        "an untied embedding: a tied output layer would multiply 16-bit activations by FP32 weights",
+        "model.share_embeddings_and_output_weights=false, or a narrower glob; for FP32 logits mixed_precision.logit_dtype=fp32", "mpbridge/backend/models/gpt.py",
+        when=lambda c: c.run.shape.tied and kept_fp32(c.policy, "embedding.word_embeddings.weight")),
+    row("fp32-storage-under-16-bit-compute", "params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}",
+        "16-bit parameters with an FP32 main copy: megatron-core's Float16Module casts the whole model",
+        "engine=fsdp2, or mixed_precision.params_dtype=null", "megatron-core 0.16.1 transformer/module.py Float16Module",
+        about="fp32_storage", when=lambda c: not c.traits.wide_storage and c.policy.params is DType.FP32 and c.policy.compute is not DType.FP32),
+    row("fp16-parameters-alone", "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
+        "FP32 main weights, or FP16 ones kept by FusedAdam: otherwise updates below 2**-11 of a weight are lost, and small weights underflow",
+        "mixed_precision.main_params_dtype=fp32", "arXiv 1710.03740, section 3.1",
+        about="fp16", when=lambda c: c.policy.narrow_alone and c.policy.params is DType.FP16),
+    row("full-16-bit-with-distributed-optimizer", "{c.policy.params.short} parameters as their own main copy, sharded",
+        "plain DDP or FSDP2: the distributed optimizer silently creates FP32 main weights and moments regardless",
+        "ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
+        "megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
+        about="own_copy", when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed, cure_here=lambda c: f"{c.plain_ddp}, or engine=fsdp2"),
+    row("full-16-bit-with-fp32-reduction", "{c.policy.params.short} parameters as their own main copy with FP32 gradients",
+        "gradients in the parameters' dtype: torch rejects any other dtype in .grad",
+        "mixed_precision.grad_reduce_in_fp32=false", "torch 2.13: assigning .grad of another dtype raises",
+        about="own_copy", when=lambda c: c.traits.main_weights != "optimizer" and c.policy.narrow_alone and c.policy.reduce is DType.FP32),
+    warning("fp32-accumulation-has-no-effect", "reduce_scatter_with_fp32_accumulation=true with FP32 gradients",
+        "16-bit gradients: FP32 ones accumulate in FP32 anyway",
+        "ddp.reduce_scatter_with_fp32_accumulation=false, or mixed_precision.grad_reduce_in_fp32=false", ARGUMENTS,
+        about="fp32_grads", when=lambda c: c.policy.reduce is DType.FP32 and c.ddp("reduce_scatter_with_fp32_accumulation")),
+    row("fp32-accumulation-with-optimizer-instances",
+        lambda c: f"reduce_scatter_with_fp32_accumulation with {c.ddp('num_distributed_optimizer_instances')} optimizer instances",
+        "one instance",
+        "ddp.num_distributed_optimizer_instances=1", "megatron-core 0.16.1 param_and_grad_buffer.py _ParamAndGradBucketGroup",
+        when=lambda c: c.core and c.ddp("reduce_scatter_with_fp32_accumulation") and c.ddp("num_distributed_optimizer_instances", 1) > 1),
+    row("optimizer-instances-without-ranks", _undivided,
+        "the distributed optimizer, and a number of instances that divides the data-parallel ranks, also those of experts",
+        "ddp.num_distributed_optimizer_instances=1", "megatron-core 0.16.1 parallel_state.py initialize_model_parallel, distributed_data_parallel.py"),
+    row("fatal-nan-check-with-dynamic-loss-scale", lambda c: next((f"{name}=true with a dynamic loss scale" for name in _FATAL if c.ddp(name)), ""),
+        "no fatal check: a dynamic scale finds its value by overflowing",
+        "ddp.check_for_nan_in_grad=false ddp.check_for_large_grads=false (the recipe's plan does it)",
+        f"megatron-core 0.16.1 param_and_grad_buffer.py check_grads; {ARGUMENTS}",
+        about="fp16", when=lambda c: c.policy.compute is DType.FP16 and c.policy.loss_scale is not None and c.policy.loss_scale.dynamic),
+)  # fmt: skip

@@ -6,7 +6,7 @@ require_here() is the last check before anything is built, called by the trainin
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 from mpbridge.common import probe
@@ -36,26 +36,17 @@ from mpbridge.precision.policy import PrecisionPolicy
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
+    subjects = (quant, storage, optimizer, trained, model, configs, hybrid, construction, engine, environment)
+    engines = ((name, path) for name in engine_names() if (path := traits(name).rules))
     return (
-        environment.REALIZATION
-        + quant.RULES
-        + storage.RULES
-        + optimizer.RULES
-        + trained.RULES
-        + model.RULES
-        + configs.RULES
-        + hybrid.RULES
-        + construction.RULES
-        + engine.RULES
-        + environment.RULES
-        + tuple(rule for name in engine_names() for rule in _engine_rules(name))
+        *environment.REALIZATION,
+        *(rule for subject in subjects for rule in subject.RULES),
+        *(
+            replace(rule, engine=name, about=f"{name} {rule.about}".strip())
+            for name, path in engines
+            for rule in attribute(path)
+        ),
     )
-
-
-def _engine_rules(name: str) -> Iterator[Rule]:
-    path = traits(name).rules
-    for rule in attribute(path) if path else ():
-        yield replace(rule, engine=name, about=f"{name} {rule.about}".strip())
 
 
 def broken(policy: PrecisionPolicy, run: RunFacts, among: Collection[str] | None = None) -> tuple[Violation, ...]:
@@ -69,10 +60,10 @@ def broken(policy: PrecisionPolicy, run: RunFacts, among: Collection[str] | None
 def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
     """The warnings. Raises Refused with every error, if there are any. For callers that are about to build."""
     found = broken(policy, run)
-    errors = [violation for violation in found if violation.severity == "error"]
+    errors = [str(violation).removeprefix("error ") for violation in found if violation.severity == "error"]
     if errors:
         head = f"{len(errors)} rules forbid this run:" if len(errors) > 1 else "1 rule forbids this run:"
-        raise Refused("\n".join([head, *(f"  - {str(one).removeprefix('error ')}" for one in errors)]))
+        raise Refused("\n".join([head, *(f"  - {one}" for one in errors)]))
     return found
 
 
@@ -97,8 +88,7 @@ def _judge(rule: Rule, case: Case) -> Violation | None:
 def require_here(policy: PrecisionPolicy, facts: RunFacts) -> tuple[Machine, tuple[Violation, ...]]:
     """This machine, and the warnings. Raises Refused if the machine cannot run the recipe, otherwise with every rule broken as an error. Loads no framework.
 
-    `facts` may have been resolved for another machine; they are judged with this machine, its versions and its environment variables.
-    """
+    `facts` may have been resolved for another machine; they are judged with this machine, its versions and its environment variables."""
     machine, versions = this_machine(), installed()
     lacking = missing(versions.megatron_core)
     if lacking:

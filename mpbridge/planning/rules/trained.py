@@ -1,6 +1,5 @@
 """Rules about how parameters are trained: by Muon, which orthogonalizes the updates of matrices by Newton-Schulz iterations, or by SOAP and Lion, which share
-a model with Adam as it does; or not at all, and low-rank adapters beside those.
-"""
+a model with Adam as it does; or not at all, and low-rank adapters beside those."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.layers import model_names
-from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
+from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, row, warning
 from mpbridge.precision.globs import ADAPTERS, is_adapter
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import BEFORE_018
@@ -49,12 +48,10 @@ def _impossible(case: Case) -> str:
     words = {name: case.opt(name, known[0]) for name, known in WORDS.items()} | {"muon_tp_mode": _mode(case)}
     steps, momentum = case.opt("muon_num_ns_steps", 5), case.opt("muon_momentum", 0.95)
     extra = case.opt("muon_extra_scale_factor", 1.0)
+    odd = [(f"{name}={say(words[name])} ({', '.join(WORDS[name])})", words[name] not in WORDS[name]) for name in WORDS]
     return faults(
         "",
-        *(
-            (f"{name}={say(words[name])} ({', '.join(known)})", words[name] not in known)
-            for name, known in WORDS.items()
-        ),
+        *odd,
         (f"muon_num_ns_steps={steps} (1 or more)", steps < 1),
         (f"muon_momentum={momentum} (0 to below 1)", not 0 <= momentum < 1),
         (f"muon_extra_scale_factor={say(extra)} (above 0)", not extra > 0),
@@ -63,10 +60,8 @@ def _impossible(case: Case) -> str:
 
 def _mode(case: Case) -> str:
     """muon_tp_mode; where it is the installed release's default, that of the release that is asked about."""
-    own, there = (
-        _own("muon_tp_mode"),
-        records("optimizer", version=case.run.versions.megatron_core)["muon_tp_mode"]["default"],
-    )
+    there = records("optimizer", version=case.run.versions.megatron_core)["muon_tp_mode"]["default"]
+    own = _own("muon_tp_mode")
     said = case.opt("muon_tp_mode", own)
     return str(there if said == own else said)
 
@@ -76,13 +71,8 @@ def _unread(case: Case) -> str:
     name, section = case.run.optimizer.name, case.run.optimizer.settings
     usual = records("optimizer", version=case.run.versions.megatron_core)
     given = [one for one in section if one.startswith(OWN_SETTINGS) and not reads(name, one, section)]
-    return faults(
-        f"optimizer={name} with ",
-        *(
-            (f"{one}={say(section[one])}", one in usual and section[one] not in (usual[one]["default"], _own(one)))
-            for one in given
-        ),
-    )
+    odd = [one for one in given if one in usual and section[one] not in (usual[one]["default"], _own(one))]
+    return f"optimizer={name} with {', '.join(f'{one}={say(section[one])}' for one in odd)}" if odd else ""
 
 
 def _own(name: str) -> Any:
@@ -97,102 +87,59 @@ def _apart_in_a_gather(case: Case) -> str:
 
 
 _MUON: tuple[Rule, ...] = (
-    Rule(
-        id="muon-under-mxfp8",
-        about="mxfp8",
-        when=lambda c: _muon(c) and "mxfp8" in c.scalings,
-        found="{c.run.optimizer.name} with MXFP8",
-        expected="adam: the updates did not reach the forward pass (a flat loss)",
-        cure="optimizer.optimizer=adam, or another recipe",
-        source="Megatron-LM#4987, #5707, #6754",
-    ),
-    Rule(
-        id="muon-cannot",
-        when=_muon,
-        found=_muon_cannot,
-        expected="BF16 or FP32 parameters with FP32 main weights, and a Muon without the distributed optimizer (dist_muon shards by itself)",
-        cure="a bf16 recipe with ddp.use_distributed_optimizer=false (optimizer.optimizer=dist_muon divides Muon's states), or optimizer.optimizer=adam",
-        source="megatron-core 0.16.1 optimizer/muon.py get_megatron_muon_optimizer",
-    ),
-    Rule(
-        id="muon-gathers-one-dtype",
-        when=lambda c: _muon(c, "dist_muon"),
-        found=_apart_in_a_gather,
-        expected="parameters of one dtype: dist_muon gathers each rank's updated parameters in one buffer",
-        cure=f"optimizer.optimizer=muon, or {PLAIN_WEIGHTS} and no keep_fp32",
-        source="megatron-core 0.16.1 optimizer/layer_wise_optimizer.py; stored MXFP8 on two ranks failed in the gather",
-    ),
-    Rule(
-        id="newton-schulz-precision-unknown",
-        when=lambda c: c.run.optimizer.name in MUONS and c.opt("muon_fp32_matmul_prec", "medium") not in NEWTON_SCHULZ,
-        found=lambda c: f"muon_fp32_matmul_prec={say(c.opt('muon_fp32_matmul_prec'))}",
-        expected=", ".join(f"{word} ({kind})" for word, kind in NEWTON_SCHULZ.items())
-        + ": torch knows no other word, warns, and multiplies in FP32 (megatron-core offers 'low')",
-        cure="optimizer.muon_fp32_matmul_prec=medium, or high, or highest",
-        source="torch.set_float32_matmul_precision; Megatron-LM training/arguments.py --muon-fp32-matmul-prec (0.16.1 and d98e8a64)",
-    ),
-    Rule(
-        id="muon-settings-unknown",
-        when=lambda c: c.run.optimizer.name in MUONS,
-        found=_impossible,
-        expected="what stands in parentheses: megatron-core raises for other words and steps in its first update, and a momentum of 1 or more never forgets a gradient",
-        cure="optimizer.muon_scale_mode=spectral optimizer.muon_tp_mode=duplicated optimizer.muon_num_ns_steps=5 optimizer.muon_momentum=0.95",
-        source="Emerging-Optimizers v0.1.0 orthogonalized_optimizers/muon.py; megatron-core 0.16.1 optimizer/muon.py",
-    ),
-    warning(
-        id="weight-decay-of-two-kinds",
-        when=lambda c: (
-            c.run.optimizer.name in BESIDE_ADAM
-            and not c.opt("decoupled_weight_decay", True)
-            and c.opt("weight_decay", 0.01)
-        ),
-        found="decoupled_weight_decay=false with {c.run.optimizer.name}",
-        expected="true: only the Adam beside it reads it; hidden matrices decay decoupled from their gradients regardless",
-        cure="optimizer.decoupled_weight_decay=true, or optimizer.optimizer=adam",
-        source="megatron-core 0.16.1 optimizer/muon.py muon_kwargs, 0.20 optimizer/emerging_optimizers.py: use_decoupled_weight_decay is not passed; torch 2.13 optim/_muon.py",
-    ),
-    warning(
-        id="muon-from-stored-weights",
-        about="stored",
-        when=lambda c: _muon(c) and c.stored,
-        found=lambda c: f"{c.run.optimizer.name} with stored {c.stored[0].scaling} weights",
-        expected="weights stored in 16 bits: main weights start from dequantized ones, since only the distributed optimizer asks for the initial values in high precision",
-        cure=PLAIN_WEIGHTS,
-        source="megatron-core 0.16.1 optimizer.py Float16OptimizerWithFloat16Params, distrib_optimizer.py get_high_precision_init_val",
-    ),
-    warning(
-        id="muon-by-tensor-parallel-blocks",
-        when=lambda c: _muon(c, *MUONS) and c.run.parallel.tensor > 1 and _mode(c) == "blockwise",
-        found="muon_tp_mode=blockwise with {c.run.parallel.tensor} tensor-parallel ranks",
-        expected="a mode that orthogonalizes whole matrices: each rank's block by itself gives updates that depend on the number of ranks",
-        cure="optimizer.muon_tp_mode=duplicated, or distributed",
-        source="megatron-core 0.16.1 optimizer/muon.py TensorParallelMuon",
-    ),
-    warning(
-        id="soap-by-tensor-parallel-blocks",
-        when=lambda c: _muon(c, "soap") and c.run.parallel.tensor > 1,
-        found="soap with {c.run.parallel.tensor} tensor-parallel ranks",
-        expected="whole matrices: each rank has factors of its own block, so updates and checkpoints depend on the number of ranks",
-        cure="parallel.tensor_model_parallel_size=1, or optimizer.optimizer=muon with optimizer.muon_tp_mode=duplicated",
-        source="Emerging-Optimizers 0.3.0 soap/soap.py; megatron-core 0.20 optimizer/emerging_optimizers.py",
-    ),
-    Rule(
-        id="optimizer-newer-than-megatron-core",
-        when=lambda c: _muon(c, *EMERGING) and c.run.versions.megatron_core,
-        found="optimizer={c.run.optimizer.name} with megatron-core {c.run.versions.megatron_core}",
-        expected="megatron-core 0.18 or later, which has it by Emerging-Optimizers",
-        cure="install megatron-core 0.18 or later and 'emerging-optimizers>=0.2' (Python 3.12 or later), or optimizer.optimizer=adam",
-        source="megatron-core 0.18 and 0.20 optimizer/emerging_optimizers.py; 0.17.1 has none",
-        holds=(BEFORE_018,),
-    ),
-    warning(
-        id="optimizer-settings-unread",
-        found=_unread,
-        expected="the settings that this optimizer reads: muon_* are Muon's, soap_* SOAP's, sgd_momentum SGD's; lion_beta1 and lion_beta2 are read for the Lion beside Muon (muon_scalar_optimizer=lion), while optimizer=lion gets Adam's betas",
-        cure="drop them, or the optimizer that reads them (for optimizer=lion: optimizer.adam_beta1 and optimizer.adam_beta2)",
-        source="megatron-core 0.16.1 optimizer/__init__.py and muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim",
-    ),
-)
+    row("muon-under-mxfp8", "{c.run.optimizer.name} with MXFP8",
+        "adam: the updates did not reach the forward pass (a flat loss)",
+        "optimizer.optimizer=adam, or another recipe", "Megatron-LM#4987, #5707, #6754",
+        about="mxfp8", when=lambda c: _muon(c) and "mxfp8" in c.scalings),
+    row("muon-cannot", _muon_cannot,
+        "BF16 or FP32 parameters with FP32 main weights, and a Muon without the distributed optimizer (dist_muon shards by itself)",
+        "a bf16 recipe with ddp.use_distributed_optimizer=false (optimizer.optimizer=dist_muon divides Muon's states), or optimizer.optimizer=adam",
+        "megatron-core 0.16.1 optimizer/muon.py get_megatron_muon_optimizer",
+        when=_muon),
+    row("muon-gathers-one-dtype", _apart_in_a_gather,
+        "parameters of one dtype: dist_muon gathers each rank's updated parameters in one buffer",
+        f"optimizer.optimizer=muon, or {PLAIN_WEIGHTS} and no keep_fp32",
+        "megatron-core 0.16.1 optimizer/layer_wise_optimizer.py; stored MXFP8 on two ranks failed in the gather",
+        when=lambda c: _muon(c, "dist_muon")),
+    row("newton-schulz-precision-unknown", lambda c: f"muon_fp32_matmul_prec={say(c.opt('muon_fp32_matmul_prec'))}",
+        ", ".join(f"{word} ({kind})" for word, kind in NEWTON_SCHULZ.items()) + ": torch knows no other word, warns, and multiplies in FP32 (megatron-core offers 'low')",
+        "optimizer.muon_fp32_matmul_prec=medium, or high, or highest",
+        "torch.set_float32_matmul_precision; Megatron-LM training/arguments.py --muon-fp32-matmul-prec (0.16.1 and d98e8a64)",
+        when=lambda c: c.run.optimizer.name in MUONS and c.opt("muon_fp32_matmul_prec", "medium") not in NEWTON_SCHULZ),
+    row("muon-settings-unknown", _impossible,
+        "what stands in parentheses: megatron-core raises for other words and steps in its first update, and a momentum of 1 or more never forgets a gradient",
+        "optimizer.muon_scale_mode=spectral optimizer.muon_tp_mode=duplicated optimizer.muon_num_ns_steps=5 optimizer.muon_momentum=0.95",
+        "Emerging-Optimizers v0.1.0 orthogonalized_optimizers/muon.py; megatron-core 0.16.1 optimizer/muon.py",
+        when=lambda c: c.run.optimizer.name in MUONS),
+    warning("weight-decay-of-two-kinds", "decoupled_weight_decay=false with {c.run.optimizer.name}",
+        "true: only the Adam beside it reads it; hidden matrices decay decoupled from their gradients regardless",
+        "optimizer.decoupled_weight_decay=true, or optimizer.optimizer=adam",
+        "megatron-core 0.16.1 optimizer/muon.py muon_kwargs, 0.20 optimizer/emerging_optimizers.py: use_decoupled_weight_decay is not passed; torch 2.13 optim/_muon.py",
+        when=lambda c: c.run.optimizer.name in BESIDE_ADAM and not c.opt("decoupled_weight_decay", True) and c.opt("weight_decay", 0.01)),
+    warning("muon-from-stored-weights", lambda c: f"{c.run.optimizer.name} with stored {c.stored[0].scaling} weights",
+        "weights stored in 16 bits: main weights start from dequantized ones, since only the distributed optimizer asks for the initial values in high precision",
+        PLAIN_WEIGHTS, "megatron-core 0.16.1 optimizer.py Float16OptimizerWithFloat16Params, distrib_optimizer.py get_high_precision_init_val",
+        about="stored", when=lambda c: _muon(c) and c.stored),
+    warning("muon-by-tensor-parallel-blocks", "muon_tp_mode=blockwise with {c.run.parallel.tensor} tensor-parallel ranks",
+        "a mode that orthogonalizes whole matrices: each rank's block by itself gives updates that depend on the number of ranks",
+        "optimizer.muon_tp_mode=duplicated, or distributed", "megatron-core 0.16.1 optimizer/muon.py TensorParallelMuon",
+        when=lambda c: _muon(c, *MUONS) and c.run.parallel.tensor > 1 and _mode(c) == "blockwise"),
+    warning("soap-by-tensor-parallel-blocks", "soap with {c.run.parallel.tensor} tensor-parallel ranks",
+        "whole matrices: each rank has factors of its own block, so updates and checkpoints depend on the number of ranks",
+        "parallel.tensor_model_parallel_size=1, or optimizer.optimizer=muon with optimizer.muon_tp_mode=duplicated",
+        "Emerging-Optimizers 0.3.0 soap/soap.py; megatron-core 0.20 optimizer/emerging_optimizers.py",
+        when=lambda c: _muon(c, "soap") and c.run.parallel.tensor > 1),
+    row("optimizer-newer-than-megatron-core", "optimizer={c.run.optimizer.name} with megatron-core {c.run.versions.megatron_core}",
+        "megatron-core 0.18 or later, which has it by Emerging-Optimizers",
+        "install megatron-core 0.18 or later and 'emerging-optimizers>=0.2' (Python 3.12 or later), or optimizer.optimizer=adam",
+        "megatron-core 0.18 and 0.20 optimizer/emerging_optimizers.py; 0.17.1 has none",
+        when=lambda c: _muon(c, *EMERGING) and c.run.versions.megatron_core, holds=(BEFORE_018,)),
+    warning("optimizer-settings-unread", _unread,
+        "the settings that this optimizer reads: muon_* are Muon's, soap_* SOAP's, sgd_momentum SGD's; lion_beta1 and lion_beta2 are read for the Lion beside "
+        "Muon (muon_scalar_optimizer=lion), while optimizer=lion gets Adam's betas",
+        "drop them, or the optimizer that reads them (for optimizer=lion: optimizer.adam_beta1 and optimizer.adam_beta2)",
+        "megatron-core 0.16.1 optimizer/__init__.py and muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim"),
+)  # fmt: skip
 
 
 def _names(case: Case) -> tuple[str, ...]:
@@ -225,79 +172,41 @@ def _twice_on_hopper(case: Case) -> str:
 
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
-
 RULES: tuple[Rule, ...] = (
     *_MUON,
-    Rule(
-        id="nothing-is-trained",
-        when=_nothing_trains,
-        found=lambda c: f"frozen {', '.join(map(repr, c.policy.frozen))} covers every parameter",
-        expected="parameters that train: other globs, or adapters, which 'frozen' never covers",
-        cure="model.lora_rank=8, or narrower globs in mixed_precision.frozen",
-        source="mpbridge/planning/memory/keeps.py is_frozen",
-    ),
-    Rule(
-        id="adapters-do-not-follow",
-        when=lambda c: c.run.shape.lora_rank,
-        found=_unfollowed,
-        expected="targets among the linears of attention, MLPs and Mamba layers, on one tensor-parallel rank",
-        cure="data or pipeline parallelism (parallel.tensor_model_parallel_size=1), or other model.lora_targets",
-        source="mpbridge/backend/models/adapters.py",
-    ),
-    Rule(
-        id="adapters-dtype-without-adapters",
-        when=lambda c: set(ADAPTERS) & set(c.policy.keep_fp32) and not c.run.shape.lora_rank,
-        found="lora_dtype=fp32 on a model without adapters",
-        expected="adapters, whose dtype it is",
-        cure="model.lora_rank=8, or mixed_precision.lora_dtype=null",
-        source="mpbridge/precision/globs.py ADAPTERS",
-    ),
-    Rule(
-        id="frozen-tied-embedding-on-two-stages",
-        when=lambda c: (
-            c.run.shape.tied and c.run.parallel.pipeline > 1 and len({is_frozen(c.policy, one) for one in _TIED}) > 1
-        ),
-        found=lambda c: (
-            f"frozen {', '.join(map(repr, c.policy.frozen))} covers one of {' and '.join(_TIED)}, tied across pipeline stages"
-        ),
-        expected="both or neither: megatron-core adds up the gradients of both, and a stage waits forever for one that has none",
-        cure="model.share_embeddings_and_output_weights=false, parallel.pipeline_model_parallel_size=1, or frozen globs that leave the embedding out",
-        source="megatron-core 0.16.1 distributed/finalize_model_grads.py _allreduce_embedding_grad",
-    ),
-    Rule(
-        id="frozen-on-one-engine",
-        when=lambda c: (c.policy.frozen or c.run.shape.lora_rank) and c.run.engine != DEFAULT,
-        found=lambda c: f"{'frozen parameters' if c.policy.frozen else 'adapters'} on {c.traits.full_name}",
-        expected=f"engine={DEFAULT}: the others were not tried with parameters that do not train",
-        cure=f"engine={DEFAULT}",
-        source="mpbridge/backend/models/adapters.py",
-    ),
-    warning(
-        id="fp32-parameters-in-a-reused-buffer",
-        about="stored",
-        when=lambda c: c.core and c.policy.reuse_grad_buffer and c.policy.keep_fp32,
-        found="FP32 parameters beside MXFP8 weights that are gathered through the gradient buffer",
-        expected="parameters of 16 bits in other people's scripts: megatron-core stages only those with main weights of their own, and gathers zeros into FP32 ones. "
-        "mpbridge's engine stages all",
-        cure=f"mixed_precision.lora_dtype=null and no keep_fp32, or {PLAIN_WEIGHTS}",
-        source="megatron-core 0.16.1 and 0.20 optimizer/distrib_optimizer.py _copy_main_params_to_param_buffer",
-        emulated="silent",
-    ),
-    warning(
-        id="adapters-beside-a-trained-base",
-        when=lambda c: c.run.shape.lora_rank and not any(is_frozen(c.policy, name) for name in _names(c)),
-        found="model.lora_rank={c.run.shape.lora_rank}, and every weight trains too",
-        expected="a frozen base: adapters save the gradients, main weights and moments of what does not train",
-        cure="mixed_precision.frozen=['*']",
-        source="arXiv 2106.09685",
-    ),
-    warning(
-        id="stored-base-is-kept-twice",
-        about="stored",
-        found=_twice_on_hopper,
-        expected="1 byte per frozen parameter: before Blackwell the transposed copy for dgrad is kept too, and BF16 takes no more",
-        cure=f"{PLAIN_WEIGHTS}, or a Blackwell GPU",
-        source="Transformer Engine pytorch/tensor/float8_tensor.py; mpbridge/planning/memory/roles.py",
-        emulated="silent",
-    ),
-)
+    row("nothing-is-trained", lambda c: f"frozen {', '.join(map(repr, c.policy.frozen))} covers every parameter",
+        "parameters that train: other globs, or adapters, which 'frozen' never covers",
+        "model.lora_rank=8, or narrower globs in mixed_precision.frozen", "mpbridge/planning/memory/keeps.py is_frozen",
+        when=_nothing_trains),
+    row("adapters-do-not-follow", _unfollowed,
+        "targets among the linears of attention, MLPs and Mamba layers, on one tensor-parallel rank",
+        "data or pipeline parallelism (parallel.tensor_model_parallel_size=1), or other model.lora_targets", "mpbridge/backend/models/adapters.py",
+        when=lambda c: c.run.shape.lora_rank),
+    row("adapters-dtype-without-adapters", "lora_dtype=fp32 on a model without adapters",
+        "adapters, whose dtype it is",
+        "model.lora_rank=8, or mixed_precision.lora_dtype=null", "mpbridge/precision/globs.py ADAPTERS",
+        when=lambda c: set(ADAPTERS) & set(c.policy.keep_fp32) and not c.run.shape.lora_rank),
+    row("frozen-tied-embedding-on-two-stages",
+        lambda c: f"frozen {', '.join(map(repr, c.policy.frozen))} covers one of {' and '.join(_TIED)}, tied across pipeline stages",
+        "both or neither: megatron-core adds up the gradients of both, and a stage waits forever for one that has none",
+        "model.share_embeddings_and_output_weights=false, parallel.pipeline_model_parallel_size=1, or frozen globs that leave the embedding out",
+        "megatron-core 0.16.1 distributed/finalize_model_grads.py _allreduce_embedding_grad",
+        when=lambda c: c.run.shape.tied and c.run.parallel.pipeline > 1 and len({is_frozen(c.policy, one) for one in _TIED}) > 1),
+    row("frozen-on-one-engine", lambda c: f"{'frozen parameters' if c.policy.frozen else 'adapters'} on {c.traits.full_name}",
+        f"engine={DEFAULT}: the others were not tried with parameters that do not train",
+        f"engine={DEFAULT}", "mpbridge/backend/models/adapters.py",
+        when=lambda c: (c.policy.frozen or c.run.shape.lora_rank) and c.run.engine != DEFAULT),
+    warning("fp32-parameters-in-a-reused-buffer", "FP32 parameters beside MXFP8 weights that are gathered through the gradient buffer",
+        "parameters of 16 bits in other people's scripts: megatron-core stages only those with main weights of their own, and gathers zeros into FP32 ones. mpbridge's engine stages all",
+        f"mixed_precision.lora_dtype=null and no keep_fp32, or {PLAIN_WEIGHTS}",
+        "megatron-core 0.16.1 and 0.20 optimizer/distrib_optimizer.py _copy_main_params_to_param_buffer",
+        about="stored", when=lambda c: c.core and c.policy.reuse_grad_buffer and c.policy.keep_fp32, emulated="silent"),
+    warning("adapters-beside-a-trained-base", "model.lora_rank={c.run.shape.lora_rank}, and every weight trains too",
+        "a frozen base: adapters save the gradients, main weights and moments of what does not train",
+        "mixed_precision.frozen=['*']", "arXiv 2106.09685",
+        when=lambda c: c.run.shape.lora_rank and not any(is_frozen(c.policy, name) for name in _names(c))),
+    warning("stored-base-is-kept-twice", _twice_on_hopper,
+        "1 byte per frozen parameter: before Blackwell the transposed copy for dgrad is kept too, and BF16 takes no more",
+        f"{PLAIN_WEIGHTS}, or a Blackwell GPU", "Transformer Engine pytorch/tensor/float8_tensor.py; mpbridge/planning/memory/roles.py",
+        about="stored", emulated="silent"),
+)  # fmt: skip

@@ -1,11 +1,11 @@
 """The table of every precision field that a policy decides on megatron-core's three configs: its value, why, and what would change it.
 
 A row states the versions of megatron-core in which its field exists. Fields that a policy does not decide are in `megatron_spec.classes`; a test
-requires that every precision-looking field of every described version is in exactly one class.
-"""
+requires that every precision-looking field of every described version is in exactly one class."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
@@ -24,12 +24,13 @@ from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.policy import Quant, own_main
 
 
-def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> FieldValue:
-    """Attribute of the policy's quantization, or megatron-core's default without one."""
+def _of(low: Literal["fp8", "fp4"], attribute: str, off: Any) -> FieldValue:
+    """Attribute of the policy's quantization ("row.core": megatron-core's name for its scaling), or megatron-core's default without one."""
+    read = attrgetter(attribute)
 
     def value(facts: Facts) -> Any:
         quant: Quant | None = getattr(facts.policy, low)
-        return off if quant is None else getattr(quant, attribute)
+        return off if quant is None else read(quant)
 
     return value
 
@@ -37,16 +38,6 @@ def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> FieldV
 def _gathers_fp4(facts: Facts) -> bool:
     quant = facts.policy.fp4
     return quant is not None and quant.stored and not facts.policy.all_frozen
-
-
-def _word(low: Literal["fp8", "fp4"], off: str) -> FieldValue:
-    """megatron-core's name for the scaling, or its default without one."""
-
-    def value(facts: Facts) -> Any:
-        quant: Quant | None = getattr(facts.policy, low)
-        return off if quant is None else quant.row.core
-
-    return value
 
 
 def _scale(attribute: str) -> FieldValue:
@@ -180,79 +171,22 @@ _HALVES: tuple[PrecisionField, ...] = (
     _row("model", "bf16", lambda f: f.policy.compute is DType.BF16, "the model computes in BF16", False),
     _row("model", "fp16", lambda f: f.policy.compute is DType.FP16, "the model computes in FP16", False),
     # with bf16 on, megatron-core's optimizer keeps an FP32 copy (Float16Optimizer); off, it updates the parameters themselves (FP32Optimizer)
-    _row(
-        "optimizer",
-        "bf16",
-        lambda f: f.policy.compute is DType.BF16 and not own_main(f.policy),
-        "main weights separate from BF16 parameters",
-        False,
-    ),
-    _row(
-        "optimizer",
-        "fp16",
-        lambda f: f.policy.compute is DType.FP16,
-        "main weights separate from FP16 parameters",
-        False,
-    ),
+    _row("optimizer", "bf16", lambda f: f.policy.compute is DType.BF16 and not own_main(f.policy), "main weights separate from BF16 parameters", False),
+    _row("optimizer", "fp16", lambda f: f.policy.compute is DType.FP16, "main weights separate from FP16 parameters", False),
     _row("model", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
     _row("optimizer", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
-    _row(
-        "model",
-        "pipeline_dtype",
-        lambda f: DType.FP32 if f.wide_stages else f.policy.pipeline,
-        "activations between pipeline stages",
-        None,
-        knob="pipeline_dtype",
-        none_derives=True,
-    ),
-    _row(
-        "model",
-        "enable_autocast",
-        lambda f: f.policy.autocast is not None,
-        "torch autocast around the model",
-        False,
-        knob="autocast_enabled",
-    ),
-    _row(
-        "model",
-        "autocast_dtype",
-        lambda f: f.policy.autocast or f.policy.params,
-        "follows params_dtype unless autocast is on",
-        None,
-        knob="autocast_dtype",
-        turns=lambda f, v: f.policy.autocast is not None,
-        none_derives=True,
-        follows="params_dtype",
-    ),
-    _row(
-        "model",
-        "fp32_residual_connection",
-        _stated("residual_fp32"),
-        "the residual stream",
-        False,
-        knob="fp32_residual_connection",
-    ),
-    _row(
-        "model",
-        "attention_softmax_in_fp32",
-        _softmax,
-        "the softmax of attention",
-        True,
-        knob="attention_softmax_in_fp32",
-    ),
-    _row(
-        "model",
-        "moe_router_dtype",
-        _router,
-        "the router's arithmetic",
-        None,
-        knob="moe_router_dtype",
-        compared_as_text="'fp32' and 'fp64'",
-    ),
-)
+    _row("model", "pipeline_dtype", lambda f: DType.FP32 if f.wide_stages else f.policy.pipeline, "activations between pipeline stages", None,
+         knob="pipeline_dtype", none_derives=True),
+    _row("model", "enable_autocast", lambda f: f.policy.autocast is not None, "torch autocast around the model", False, knob="autocast_enabled"),
+    _row("model", "autocast_dtype", lambda f: f.policy.autocast or f.policy.params, "follows params_dtype unless autocast is on", None, knob="autocast_dtype",
+         turns=lambda f, v: f.policy.autocast is not None, none_derives=True, follows="params_dtype"),
+    _row("model", "fp32_residual_connection", _stated("residual_fp32"), "the residual stream", False, knob="fp32_residual_connection"),
+    _row("model", "attention_softmax_in_fp32", _softmax, "the softmax of attention", True, knob="attention_softmax_in_fp32"),
+    _row("model", "moe_router_dtype", _router, "the router's arithmetic", None, knob="moe_router_dtype", compared_as_text="'fp32' and 'fp64'"),
+)  # fmt: skip
 _LOW: tuple[PrecisionField, ...] = (
     _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None),
-    _row("model", "fp8_recipe", _word("fp8", "delayed"), "how FP8 scales are chosen", "delayed"),
+    _row("model", "fp8_recipe", _of("fp8", "row.core", "delayed"), "how FP8 scales are chosen", "delayed"),
     _row("model", "fp8_param", _of("fp8", "stored", False), "weights stored in FP8", False, knob="fp8_param", turns=_storage_turns),
     _row("model", "fp8_quantizer_factory", _of("fp8", "factory", None), "for the custom FP8 recipe only", None),
     _row("model", "fp8_margin", _of("fp8", "margin", 0), "delayed scaling only", 0, knob="fp8_margin", turns=_with_fp8),
@@ -264,7 +198,7 @@ _LOW: tuple[PrecisionField, ...] = (
     _row("model", "fp8_multi_head_attention", lambda f: f.policy.fp8 is not None and f.policy.fp8.attention == "multi_head", "attention in FP8", False,
          knob="fp8_multi_head_attention", turns=lambda f, v: f.policy.fp8 is not None and f.policy.fp8.attention != "none"),
     _row("model", "fp4", _of("fp4", "format", None), "format of GEMM operands", None),
-    _row("model", "fp4_recipe", _word("fp4", "nvfp4"), "how FP4 scales are chosen", "nvfp4"),
+    _row("model", "fp4_recipe", _of("fp4", "row.core", "nvfp4"), "how FP4 scales are chosen", "nvfp4"),
     _row("model", "fp4_param", _of("fp4", "stored", False), "weights stored in FP4", False, knob="fp4_param", turns=_with_fp4),
     _row("model", "fp4_quantizer_factory", _of("fp4", "factory", None), "for the custom FP4 recipe only", None),
     _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None and f.policy.quant is not None, "edge layers excluded from quantization", False, knob="first_last_layers_bf16",

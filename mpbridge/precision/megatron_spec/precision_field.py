@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -14,30 +15,18 @@ Target = Literal["model", "optimizer", "ddp"]
 TARGETS: tuple[Target, ...] = ("model", "optimizer", "ddp")
 
 
-class _Absent:
-    """A sentinel for an absent value."""
+class Absent(enum.Enum):
+    """In the place of a value."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-    def __copy__(self) -> _Absent:
-        return self
-
-    def __deepcopy__(self, memo: object) -> _Absent:
-        return self
-
-    def __reduce__(self) -> str:
-        return self._name
+    KEEP = "KEEP"
+    UNSET = "UNSET"
 
 
 ALWAYS: Final = Window(package="megatron_core")
 """Every described version."""
-KEEP: Final = _Absent("KEEP")
+KEEP: Final = Absent.KEEP
 """The policy does not decide this field: it keeps, or returns to, its value before any recipe."""
-UNSET: Final = _Absent("UNSET")
+UNSET: Final = Absent.UNSET
 """The inputs do not set this field."""
 
 
@@ -45,8 +34,7 @@ UNSET: Final = _Absent("UNSET")
 class ModuleRules:
     """The contents of model.quant_recipe without megatron-core's types: the policy's regions in order.
 
-    megatron.quant_recipe compiles it to megatron-core's RecipeConfig for one pipeline stage: megatron-core counts layers per stage, regions do not.
-    """
+    megatron.quant_recipe compiles it to megatron-core's RecipeConfig for one pipeline stage: megatron-core counts layers per stage, regions do not."""
 
     regions: tuple[Region, ...]
 

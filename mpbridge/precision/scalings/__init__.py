@@ -1,8 +1,7 @@
 """One table of quantization scalings: formats, blocks, stored form, hardware, GEMM sizes, libraries. Imports no framework.
 
 A new scaling is a row of `SCALINGS`, its arithmetic in `mpbridge.numerics`, and a recipe that names it. Everything that depends on a scaling
-(resolve, capability, GEMM sizes, memory, rules, emulation, audit, tables) reads that row; a scaling without a row cannot be resolved.
-"""
+(resolve, capability, GEMM sizes, memory, rules, emulation, audit, tables) reads that row; a scaling without a row cannot be resolved."""
 
 from __future__ import annotations
 

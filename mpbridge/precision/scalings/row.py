@@ -254,6 +254,5 @@ class Scaling:
 def needs_transpose(arch: Arch | None) -> bool:
     """Whether FP8 GEMMs support only one operand layout on that GPU. None (unknown) counts as Hopper.
 
-    Transformer Engine 2.11 common/transformer_engine.cpp: other layouts at compute capability 10.0 to 12.0 and from 13.0 on.
-    """
+    Transformer Engine 2.11 common/transformer_engine.cpp: other layouts at compute capability 10.0 to 12.0 and from 13.0 on."""
     return arch is None or not ((10, 0) <= arch < (12, 0) or arch >= (13, 0))

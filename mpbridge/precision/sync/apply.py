@@ -1,7 +1,6 @@
 """Writes a plan onto live objects: checked on copies first, all or nothing, with a receipt. Framework-independent: the caller passes how to spell values.
 
-`mpbridge.backend.megatron.targets.apply` is the public function: it checks the machine first and spells values for megatron-core.
-"""
+`mpbridge.backend.megatron.targets.apply` is the public function: it checks the machine first and spells values for megatron-core."""
 
 from __future__ import annotations
 
@@ -30,23 +29,20 @@ def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell:
     """Writes `plan` onto its live objects, completely or not at all; returns the receipt that the next plan needs.
 
     on_conflict: "error" refuses to override an author's value; "warn" leaves that to the caller, who has plan.conflicts.
-    Raises Conflict, StalePlan, UpstreamRefused (megatron-core's own validation fails), BadValue (a mapping: use build instead).
-    """
+    Raises Conflict, StalePlan, UpstreamRefused (megatron-core's own validation fails), BadValue (a mapping: use build instead)."""
     if on_conflict not in ("warn", "error"):
         raise BadValue(f"on_conflict={on_conflict!r}: expected 'warn' or 'error'")
     if plan.conflicts and on_conflict == "error":
-        raise Conflict(
-            "\n".join(["the recipe overrides values that were set:", *(f"  - {write}" for write in plan.conflicts)])
-        )
+        lines = (f"\n  - {write}" for write in plan.conflicts)
+        raise Conflict("".join(["the recipe overrides values that were set:", *lines]))
     for name, target in plan.targets.items():
         if is_inputs(target):
             raise BadValue(
                 f"the {name} target is a mapping of inputs: build() constructs megatron-core's config from it, apply() is for live objects"
             )
     _refuse_stale(plan)
-    configs = {
-        name: config for name, target in plan.targets.items() if (config := holder(target, MARK[name])) is not None
-    }
+    held = {name: holder(target, MARK[name]) for name, target in plan.targets.items()}
+    configs = {name: config for name, config in held.items() if config is not None}
     failing_before = {name: _check(config)[1] for name, config in configs.items()}
     saved = _write(plan, spell)
     unchecked, twins = [], {}
@@ -57,24 +53,19 @@ def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell:
         elif fault is not None:
             _restore(saved)
             raise UpstreamRefused(refusal(name, fault)) from fault
-    filled = {
-        name: _take_over(name, config, twins[name]) for name, config in configs.items() if twins[name] is not None
-    }
-    return _receipt(plan, filled, unchecked)
+    checked = {name: twin for name, twin in twins.items() if twin is not None}
+    return _receipt(plan, {name: _take_over(name, configs[name], twin) for name, twin in checked.items()}, unchecked)
 
 
 def _refuse_stale(plan: Plan) -> None:
+    found = [(write, read(plan.targets[write.target], write.field)) for write in plan.writes]
     changed = [
-        f"{write.name}: {show(write.before)} when planned, {show(now)} now"
-        for write in plan.writes
-        if not same(now := read(plan.targets[write.target], write.field), write.before)
+        f"\n  - {write.name}: {show(write.before)} when planned, {show(now)} now"
+        for write, now in found
+        if not same(now, write.before)
     ]
     if changed:
-        raise StalePlan(
-            "\n".join(
-                ["the targets changed after the plan was made; make a new plan:", *(f"  - {line}" for line in changed)]
-            )
-        )
+        raise StalePlan("".join(["the targets changed after the plan was made; make a new plan:", *changed]))
 
 
 def _write(plan: Plan, spell: Spell | None) -> list[tuple[Any, str, Any]]:
@@ -131,9 +122,10 @@ def _take_over(name: str, config: Any, twin: Any) -> dict[str, tuple[Any, Any]]:
     """Fields that the copy's post-init filled but the live object lacks: field -> (before, now)."""
     found = {}
     for field in FILLED[name]:
-        if hasattr(twin, field) and not same(getattr(config, field, UNSET), getattr(twin, field)):
-            found[field] = (getattr(config, field, UNSET), getattr(twin, field))
-            setattr(config, field, getattr(twin, field))
+        before, now = getattr(config, field, UNSET), getattr(twin, field, UNSET)
+        if now is not UNSET and not same(before, now):
+            found[field] = before, now
+            setattr(config, field, now)
     return found
 
 

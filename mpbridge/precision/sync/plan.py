@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,6 @@ from mpbridge.precision.megatron_spec.fields import TABLE
 from mpbridge.precision.megatron_spec.precision_field import (
     ALWAYS,
     KEEP,
-    TARGETS,
     UNSET,
     Facts,
     ModuleRules,
@@ -102,11 +101,9 @@ class Receipt:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        rows = [
-            (f"{target}.{name}", show(before), show(after)) for (target, name), (before, after) in self.fields.items()
-        ]
+        values = [(".".join(key), *map(show, pair)) for key, pair in self.fields.items()]
         note = "not checked: " + "; ".join(self.unchecked) if self.unchecked else ""
-        return table("written so far", ("field", "before any recipe", "written"), rows, note=note).html()
+        return table("written so far", ("field", "before any recipe", "written"), values, note=note).html()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +130,7 @@ class Plan:
             keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
             who = "" if write.set_by == "nobody" else write.set_by
             rows.append((write.name, show(write.before), show(write.after), write.why, who, keep))
-        rows += [
-            (f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "") for kept in self.kept
-        ]
+        rows += [(f"{one.target}.{one.field}", show(one.value), "left alone", one.why, "", "") for one in self.kept]
         tones = [*("warn" if write.conflict else "" for write in self.writes), *("dim" for _ in self.kept)]
         columns = ("field", "before", "after", "why", "had been set by", "to keep it")
         return table("what the recipe decides", columns, rows, whole=("field", "to keep it"), tones=tones)
@@ -151,15 +146,17 @@ class Plan:
 
     def as_data(self) -> dict[str, Any]:
         """The plan as JSON types, for precision.json."""
+
+        def rows(found: Iterable[Write | Kept]) -> list[dict[str, Any]]:
+            return [{f.name: plain(getattr(one, f.name)) for f in dataclasses.fields(one)} for one in found]
+
         return {
             "schema": SCHEMA,
             "realization": self.realization,
             "policy": None if self.policy is None else self.policy.as_data(),
             "fingerprint": None if self.policy is None else self.policy.fingerprint(),
-            "writes": [
-                {f.name: plain(getattr(write, f.name)) for f in dataclasses.fields(write)} for write in self.writes
-            ],
-            "kept": [{f.name: plain(getattr(kept, f.name)) for f in dataclasses.fields(kept)} for kept in self.kept],
+            "writes": rows(self.writes),
+            "kept": rows(self.kept),
         }
 
     def __str__(self) -> str:
@@ -184,8 +181,7 @@ def plan(
     origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), if the caller knows.
     realization: 'emulated' keeps the quantization from megatron-core's model and wrapper; mpbridge.numerics then reads the policy.
     core: megatron-core's version, which decides which fields a mapping may name; None: the installed one. A live object's class determines it itself.
-    Raises UnknownName if a live target lacks a field that the policy decides, BadValue for an invalid policy or realization.
-    """
+    Raises UnknownName if a live target lacks a field that the policy decides, BadValue for an invalid policy or realization."""
     if realization not in get_args(Realization):
         raise BadValue(f"realization={realization!r}: expected {' or '.join(map(repr, get_args(Realization)))}")
     if isinstance(policy, (str, Path, MixedPrecisionConfig)):
@@ -194,25 +190,15 @@ def plan(
         raise BadValue(
             f"plan() got a {type(policy).__name__}, expected a recipe's name, its config, or the PrecisionPolicy that resolve() makes of it"
         )
-    given = {"model": model, "optimizer": optimizer, "ddp": ddp}
-    reading = _Reading(
-        targets={name: given[name] for name in TARGETS if given[name] is not None},
-        origin=origin,
-        after=after or Receipt(),
-        core=nearest(core or current()),
-    )
+    given: dict[str, Any] = {"model": model, "optimizer": optimizer, "ddp": ddp}
+    targets = {name: target for name, target in given.items() if target is not None}
+    reading = _Reading(targets=targets, origin=origin, after=after or Receipt(), core=nearest(core or current()))
     facts = None
     if policy is not None:
         facts = Facts(policy=_spoken(policy, realization), fp8=policy.fp8, own=reading.own, core=reading.core)
     writes = tuple(write for row in TABLE if row.target in reading.targets for write in reading.writes(row, facts))
-    return Plan(
-        policy=policy,
-        realization=realization,
-        writes=writes,
-        kept=tuple(reading.kept()),
-        targets=reading.targets,
-        after=reading.after,
-    )
+    kept = tuple(reading.kept())
+    return Plan(policy=policy, realization=realization, writes=writes, kept=kept, targets=targets, after=reading.after)
 
 
 def _spoken(policy: PrecisionPolicy, realization: Realization) -> PrecisionPolicy:
@@ -252,10 +238,8 @@ class _Reading:
         set_by, conflict = self._set_by(row, now)
         why = "as it was before the earlier recipe" if wanted is KEEP else row.why
         if row.compared_as_text and now not in (UNSET, None) and _means(now) == new:
-            conflict, why = (
-                False,
-                f"megatron-core compares with the strings {row.compared_as_text}: {now} has no effect there",
-            )
+            why = f"megatron-core compares with the strings {row.compared_as_text}: {now} has no effect there"
+            conflict = False
         yield Write(
             target=row.target,
             field=row.field,
@@ -323,9 +307,8 @@ def show(value: Any) -> str:
     if value is UNSET:
         return "not given"
     if isinstance(value, ModuleRules):
-        return "rules for " + ", ".join(
-            dict.fromkeys(region.modules for region in value.regions if region.modules != "*")
-        )
+        named = dict.fromkeys(region.modules for region in value.regions if region.modules != "*")
+        return f"rules for {', '.join(named)}"
     return say(value)
 
 

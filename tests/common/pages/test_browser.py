@@ -196,12 +196,9 @@ def test_light_and_dark_wide_and_narrow(tmp_path: Path) -> None:
 
 
 HOSTILE = (
-    "<!--<script>",
-    "</script><img src=x onerror=faults.push(1)>",
-    "\"'><b id=bold>",
-    "javascript:faults.push(1)",
+    "<!--<script>", "</script><img src=x onerror=faults.push(1)>", "\"'><b id=bold>", "javascript:faults.push(1)",
     "{{ 7 * 7 }}\u2028&lt;",
-)
+)  # fmt: skip
 LOOKING = """
 <script>
 addEventListener("load", () => drawn(() => {

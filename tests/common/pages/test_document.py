@@ -55,17 +55,11 @@ def test_a_column_without_a_value_is_left_out() -> None:
 def test_a_hundred_layers_stay_within_the_size_and_the_page_says_so() -> None:
     page = Page("large", {})
     names = [f"decoder.layers.{i}.self_attention.linear_{j}" for i in range(100) for j in range(8)]
+    layers, kinds = [str(i) for i in range(100)], [f"linear_{j}" for j in range(24)]
+    columns = [Column(name="layer", layer=True), Column(name="tensor", number=False), *(Column(name=f"n{k}") for k in range(10))]  # fmt: skip
     for _ in range(6):  # recipes
-        values = {(str(i), f"linear_{j}"): 0.05 for i in range(100) for j in range(24)}
-        page.heat(
-            "errors", [str(i) for i in range(100)], [f"linear_{j}" for j in range(24)], values, low=0.01, high=1.0
-        )
+        page.heat("errors", layers, kinds, {(i, j): 0.05 for i in layers for j in kinds}, low=0.01, high=1.0)
         rows = [[i // 24, names[i % 800], *(0.012345 * k for k in range(10))] for i in range(2400)]
-        columns = [
-            Column(name="layer", layer=True),
-            Column(name="tensor", number=False),
-            *(Column(name=f"n{k}") for k in range(10)),
-        ]
         page.table("operands", columns, rows, order=[7, *(i for i in range(2400) if i != 7)])
         page.chart("amax", [(name, [(x, x * 1.234567) for x in range(2000)], "1") for name in names[:64]], y="amax")
     text = page.html()
@@ -75,9 +69,8 @@ def test_a_hundred_layers_stay_within_the_size_and_the_page_says_so() -> None:
     assert "of 2,400 rows" in table["sampled"]
     assert [0, names[7]] in [row[:2] for row in table["rows"]], "the most important row stays"
     chart = next(block for block in blocks if block["kind"] == "chart")
-    assert re.fullmatch(
-        r"each curve drawn with the extremes of its stretches, at most (\d+) of 2,000 points", chart["sampled"]
-    )
+    said = r"each curve drawn with the extremes of its stretches, at most (\d+) of 2,000 points"
+    assert re.fullmatch(said, chart["sampled"])
     assert chart["kept"] == f"{len(chart['series'])} of 64 curves are on this page, most important first."
 
 

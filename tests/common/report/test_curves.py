@@ -25,10 +25,8 @@ def run(folder: Path, losses: list[float], tail: str = "") -> Path:
 
 
 def test_two_runs_are_drawn_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = (
-        run(tmp_path / "a", [4.0, 3.0, 2.0]),
-        run(tmp_path / "b", [4.0, float("nan")], '{"iteration": 3, "lo'),
-    )
+    first = run(tmp_path / "a", [4.0, 3.0, 2.0])
+    second = run(tmp_path / "b", [4.0, float("nan")], '{"iteration": 3, "lo')
     assert main(["plot", str(first), str(second)]) == 0
     out, err = capsys.readouterr()
     assert (first / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -64,10 +62,7 @@ def test_without_matplotlib_only_the_picture_is_missing(
     assert "pip install -e '.[plot]'" in err
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [("nowhere", "No such file"), ("empty", "no readable step"), (".", "No such file")],
-)
+@pytest.mark.parametrize(("given", "said"), [("nowhere", "No such file"), ("empty", "no readable step"), (".", "No such file")])  # fmt: skip
 def test_what_is_no_run_is_refused(tmp_path: Path, given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").write_text("nothing\n")
     assert main(["plot", str(tmp_path / given)]) == 2

@@ -61,18 +61,13 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (3, 1.5)]
 
 
-@pytest.mark.parametrize(
-    "damage", [b"\xff\xfe", b"[1]", b'{"iteration": "x"}', b'{"iteration": null}', b'{"iter', b"[" * 100_000]
-)
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"[1]", b'{"iteration": "x"}', b'{"iteration": null}', b'{"iter', b"[" * 100_000])  # fmt: skip
 def test_a_run_goes_on_behind_a_damaged_line_and_keeps_the_others(
     tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
-        b'{"iteration": 1, "loss": 5.0}',
-        damage,
-        b'{"iteration": 2, "loss": 4.0}',
-        b'{"iteration": 9, "loss": 1.0}',
-    ]
+        b'{"iteration": 1, "loss": 5.0}', damage, b'{"iteration": 2, "loss": 4.0}', b'{"iteration": 9, "loss": 1.0}',
+    ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     log = MetricsLog(tmp_path, after=2)
     log.write({"iteration": 3, "loss": 3.0})

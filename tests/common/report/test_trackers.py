@@ -18,6 +18,8 @@ from mpbridge.common.errors import UnknownName
 from mpbridge.common.report import trackers
 from mpbridge.common.report.metrics import MetricsLog, read
 
+Patch, Said = pytest.MonkeyPatch, pytest.CaptureFixture[str]
+
 
 def write(folder: Path, steps: range, names: list[str], after: int = 0, **section: Any) -> None:
     log = MetricsLog(folder, logger={"trackers": names, **section}, recipe="bf16_mixed", after=after)
@@ -27,18 +29,25 @@ def write(folder: Path, steps: range, names: list[str], after: int = 0, **sectio
     log.close()
 
 
-def test_trackers_take_the_steps_that_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Fake:
+    """A tracker that takes everything."""
+
+    def __init__(self, place: Any) -> None:
+        pass
+
+    def log(self, step: int, values: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_trackers_take_the_steps_that_are_printed(tmp_path: Path, monkeypatch: Patch) -> None:
     seen: list[int] = []
 
-    class Board:
-        def __init__(self, place: Any) -> None:
-            pass
-
+    class Board(Fake):
         def log(self, step: int, values: Any) -> None:
             seen.append(step)
-
-        def close(self) -> None:
-            pass
 
     monkeypatch.setattr(trackers, "TRACKERS", {"board": (Board, "")})
     log = MetricsLog(tmp_path, logger={"trackers": ["board"]})
@@ -56,9 +65,7 @@ def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tracker_that_is_not_installed_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_is_not_installed_is_said_once(tmp_path: Path, monkeypatch: Patch, capsys: Said) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     write(tmp_path, range(1, 4), ["wandb"])
     said = capsys.readouterr().err
@@ -67,24 +74,16 @@ def test_a_tracker_that_is_not_installed_is_said_once(
     assert len(read(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_a_tracker_that_breaks_or_hangs_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_that_breaks_or_hangs_stops_nothing(tmp_path: Path, monkeypatch: Patch, capsys: Said) -> None:
     release = threading.Event()
 
-    class Breaks:
-        def __init__(self, place: Any) -> None:
-            pass
-
+    class Breaks(Fake):
         def log(self, step: int, values: Any) -> None:
             raise ConnectionError("no route to the server")
 
-    class Hangs(Breaks):
+    class Hangs(Fake):
         def log(self, step: int, values: Any) -> None:
             release.wait(60)
-
-        def close(self) -> None:
-            pass
 
     monkeypatch.setattr(trackers, "TRACKERS", {"breaks": (Breaks, "x"), "hangs": (Hangs, "x")})
     monkeypatch.setattr(trackers.TrackerThread.__init__, "__kwdefaults__", {"say": trackers.warn, "wait": 0.2})
@@ -99,12 +98,12 @@ def test_a_tracker_that_breaks_or_hangs_stops_nothing(
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_tracker_whose_queue_is_full_at_the_end_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given_up: bool
+    tmp_path: Path, monkeypatch: Patch, capsys: Said, given_up: bool
 ) -> None:
     taken: list[int] = []
     begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 
-    class Slow:
+    class Slow(Fake):
         def __init__(self, place: Any) -> None:
             begun.set()
 
@@ -149,7 +148,7 @@ def test_a_server_is_asked_before_its_library_tries_for_minutes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_offline_keeps_its_files_and_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_offline_keeps_its_files_and_its_run(tmp_path: Path, capsys: Said) -> None:
     pytest.importorskip("wandb", reason="needs the extra wandb")
     write(tmp_path, range(1, 4), ["wandb"])
     assert capsys.readouterr().err == ""
@@ -165,9 +164,7 @@ def test_wandb_offline_keeps_its_files_and_its_run(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_keeps_its_numbers_in_sqlite_and_goes_on_in_the_same_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_keeps_its_numbers_in_sqlite_and_goes_on_in_the_same_run(tmp_path: Path, capsys: Said) -> None:
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
     from mlflow import MlflowClient
 
@@ -184,7 +181,7 @@ def test_mlflow_keeps_its_numbers_in_sqlite_and_goes_on_in_the_same_run(
 
 @pytest.mark.parametrize("silent", [False, True], ids=["refuses", "never answers"])
 def test_a_server_that_cannot_be_reached_costs_a_run_neither_minutes_nor_its_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], silent: bool
+    tmp_path: Path, monkeypatch: Patch, capsys: Said, silent: bool
 ) -> None:
     """Needs no mlflow: the server is asked before its library is imported, which on a busy machine takes as long as its attempts."""
     monkeypatch.setattr(trackers, "ANSWER", 0.5)
@@ -207,9 +204,7 @@ def test_a_server_that_cannot_be_reached_costs_a_run_neither_minutes_nor_its_num
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_server_that_goes_away_is_given_up_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_goes_away_is_given_up_soon(tmp_path: Path, monkeypatch: Patch, capsys: Said) -> None:
     """Nobody else's settings: it answers the first question, and none of MLflow's."""
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
     for name in ("MAX_RETRIES", "TIMEOUT"):

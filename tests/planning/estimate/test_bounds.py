@@ -18,17 +18,14 @@ from mpbridge.planning.memory.by_role import memory, verdict
 from mpbridge.settings.container import ConfigContainer
 
 CASES = {
-    "dense": ("llama3_8b", 16, "h100", "fp8_cs", None),
-    "experts": ("qwen3_30b_a3b", 32, "h100", "bf16", None),
+    "dense": ("llama3_8b", 16, "h100", "fp8_cs", None), "experts": ("qwen3_30b_a3b", 32, "h100", "bf16", None),
     "further tokens": ("deepseek_v3_671b", 512, "b200", "mxfp8", None),
-    "experts alone in FP8": ("moe_tiny", 8, "b200", "fp8_mlp_only", None),
-    "windows": ("gpt_oss_120b", 64, "b200", "bf16", None),
-    "a hybrid": ("nemotron_3_nano", 32, "h100", "fp8_cs", None),
-    "frozen": ("lora_tiny", 4, "h100", "bf16", None),
+    "experts alone in FP8": ("moe_tiny", 8, "b200", "fp8_mlp_only", None), "windows": ("gpt_oss_120b", 64, "b200", "bf16", None),
+    "a hybrid": ("nemotron_3_nano", 32, "h100", "fp8_cs", None), "frozen": ("lora_tiny", 4, "h100", "bf16", None),
     "layer-wise": ("gpt_tiny", 8, "h100", "bf16", ["optimizer.optimizer=dist_muon"]),
     "sharded": ("llama3_8b", 16, "h100", "bf16_megatron_fsdp", None),
     "rows": ("gpt_125m", 8, "h100", "bf16_params_fp32_states", ["engine=fsdp2"]),
-}
+}  # fmt: skip
 """Config, processes, machine, recipe, settings."""
 
 

@@ -36,15 +36,11 @@ def _counted(shape: ModelShape) -> float:
     return counter.get_total_flops() / shape.seq_length
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(TINY, id="plain"),
-        pytest.param(replace(TINY, gated=True), id="gated"),
-        pytest.param(replace(TINY, num_query_groups=2), id="grouped-queries"),
-        pytest.param(replace(TINY, seq_length=128), id="longer"),
-    ],
-)
+@pytest.mark.parametrize("shape", [
+    pytest.param(TINY, id="plain"), pytest.param(replace(TINY, gated=True), id="gated"),
+    pytest.param(replace(TINY, num_query_groups=2), id="grouped-queries"),
+    pytest.param(replace(TINY, seq_length=128), id="longer"),
+])  # fmt: skip
 def test_agrees_with_torchs_counter(shape: ModelShape) -> None:
     assert whole_square_flops_per_token(shape) == pytest.approx(_counted(shape), rel=1e-12)
 

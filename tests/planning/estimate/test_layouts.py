@@ -26,9 +26,8 @@ H100 = machine("h100")
 
 
 def facts_of(config, world, *overrides):
-    run = ConfigContainer.load(f"configs/{config}.yaml", list(overrides), check=False).resolved(
-        world, machine=H100, versions=ASSUMED, training=False
-    )
+    box = ConfigContainer.load(f"configs/{config}.yaml", list(overrides), check=False)
+    run = box.resolved(world, machine=H100, versions=ASSUMED, training=False)
     return run.policy, dataclasses.replace(run.facts, environment={})
 
 
@@ -57,11 +56,9 @@ def exhaustive(policy, facts, target):
             continue
         if any(violation.severity == "error" for violation in broken(policy, run)):
             continue
-        at = run.parallel
+        at, answer = run.parallel, verdict(full, target.memory_bytes)
         sizes = (at.tensor, at.pipeline, at.expert, run.micro_batch_size / at.context)
-        found.append(
-            (estimate(policy, run, target).seconds, full.needed, verdict(full, target.memory_bytes), sizes, run)
-        )
+        found.append((estimate(policy, run, target).seconds, full.needed, answer, sizes, run))
     kept = {}
     for one in sorted(found, key=lambda one: (one[2] == "tight", one[0], one[4].parallel.context, one[1])):
         kept.setdefault(one[3], one)
@@ -70,11 +67,8 @@ def exhaustive(policy, facts, target):
 
 def plainest(one, found):
     """Of those that differ in virtual stages alone and in less than 1 % the one with the fewest."""
-    near = [
-        other
-        for other in found
-        if other[2] == one[2] and other[0] < one[0] * 1.01 and without_virtual(other[4]) == without_virtual(one[4])
-    ]
+    alike = [other for other in found if without_virtual(other[4]) == without_virtual(one[4])]
+    near = [other for other in alike if other[2] == one[2] and other[0] < one[0] * 1.01]
     return min(near, key=lambda other: other[4].parallel.virtual_pipeline or 1)
 
 
@@ -88,16 +82,9 @@ def everything(policy, facts, target):
     return itertools.chain(*families(policy, facts, target))
 
 
-@pytest.mark.parametrize(
-    ("config", "world", "gib", "fitting"),
-    [
-        ("gpt_tiny", 4, 80, "all"),
-        ("moe_tiny", 2, 80, "all"),
-        ("gpt_tiny", 4, 0.65, "some"),
-        ("gpt_tiny", 2, 0.5, "none"),
-    ],
-    ids=["dense", "experts", "little room", "no room"],
-)
+@pytest.mark.parametrize(("config", "world", "gib", "fitting"), [
+    ("gpt_tiny", 4, 80, "all"), ("moe_tiny", 2, 80, "all"), ("gpt_tiny", 4, 0.65, "some"), ("gpt_tiny", 2, 0.5, "none"),
+], ids=["dense", "experts", "little room", "no room"])  # fmt: skip
 def test_the_search_finds_what_looking_at_every_candidate_finds(config, world, gib, fitting):
     target = dataclasses.replace(H100, memory_bytes=int(gib * 2**30))
     policy, facts = facts_of(config, world)
@@ -123,20 +110,16 @@ def test_layers_that_do_not_divide_are_placed_so_that_no_chunk_holds_more_than_i
 
 def test_few_layers_are_not_spread_over_many_chunks():
     assert placement(61, 1, 64) is None
-    assert placement(126, 0, 64) == {
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    }
+    assert placement(126, 0, 64) == {f"account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")}
 
 
 def test_deepseek_v3_gets_layouts_whose_layers_do_not_divide():
-    policy, facts = facts_of(
-        "deepseek_v3_671b", 1024, "train.global_batch_size=4096", "parallel.expert_model_parallel_size=64"
-    )
+    batch, experts = "train.global_batch_size=4096", "parallel.expert_model_parallel_size=64"
+    policy, facts = facts_of("deepseek_v3_671b", 1024, batch, experts)
     wide = machine("gb200")
     (best,) = search(policy, dataclasses.replace(facts, machine=wide), wide, most=1)
     assert best.run.parallel.pipeline > 1
-    again = facts_of("deepseek_v3_671b", 1024, "train.global_batch_size=4096", *shlex.split(best.line))[1]
+    again = facts_of("deepseek_v3_671b", 1024, batch, *shlex.split(best.line))[1]
     assert again.model["pipeline_model_parallel_layout"] == best.run.model["pipeline_model_parallel_layout"]
     assert again.model.get("recompute_modules") == best.run.model.get("recompute_modules")
 
@@ -194,31 +177,16 @@ def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
     assert seconds[1] < seconds[0] / 2
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[1]", "expected the mapping"),
-        ("machine: cpu\npeak: {bf16: -1}", "peak.bf16=-1"),
-        ("machine: cpu\npeak: {int3: 1}", "unknown peak.int3"),
-        ("machine: cpu\npeak: {bf16: 1}\ndomain: 0.5", "domain=0.5, expected at least 1"),
-        ("machine: cpu\npeak: {bf16: 1}\nspeed: 3", "unknown speed"),
-        ("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants.nope"),
-        ("machine: ht100\npeak: {bf16: 1}", "ht100"),
-        ("a: [", "not YAML"),
-        ("x" * 70000, "more than"),
-    ],
-    ids=[
-        "list",
-        "negative",
-        "unknown format",
-        "no whole number",
-        "unknown key",
-        "unknown constant",
-        "unknown machine",
-        "no YAML",
-        "too large",
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    pytest.param("[1]", "expected the mapping", id="list"),
+    pytest.param("machine: cpu\npeak: {bf16: -1}", "peak.bf16=-1", id="negative"),
+    pytest.param("machine: cpu\npeak: {int3: 1}", "unknown peak.int3", id="unknown format"),
+    pytest.param("machine: cpu\npeak: {bf16: 1}\ndomain: 0.5", "domain=0.5, expected at least 1", id="no whole number"),
+    pytest.param("machine: cpu\npeak: {bf16: 1}\nspeed: 3", "unknown speed", id="unknown key"),
+    pytest.param("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants.nope", id="unknown constant"),
+    pytest.param("machine: ht100\npeak: {bf16: 1}", "ht100", id="unknown machine"),
+    pytest.param("a: [", "not YAML", id="no YAML"), pytest.param("x" * 70000, "more than", id="too large"),
+])  # fmt: skip
 def test_a_wrong_machine_file_is_named(tmp_path, text, said):
     path = tmp_path / "m.yaml"
     path.write_text(text)
@@ -231,13 +199,8 @@ def test_a_measured_run_stands_beside_its_prediction(tmp_path, capsys):
     (tmp_path / "m.yaml").write_text(MACHINE)
     config = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).as_data()
     data = {
-        "recipe": "bf16_mixed",
-        "seconds": 0.5,
-        "tokens_per_second": 4096.0,
-        "steps": 10,
-        "world_size": 1,
-        "config": config,
-    }
+        "recipe": "bf16_mixed", "seconds": 0.5, "tokens_per_second": 4096.0, "steps": 10, "world_size": 1, "config": config,
+    }  # fmt: skip
     (tmp_path / "timing.json").write_text(json.dumps(data))
     assert timing(tmp_path).seconds == 0.5
     assert main(["estimate", "--against", str(tmp_path), "--machine-file", str(tmp_path / "m.yaml")]) == 0
@@ -267,9 +230,8 @@ def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path
 
 @pytest.mark.parametrize("by", ["status", "time"])
 def test_recipes_that_fit_stand_before_those_that_are_tight(by, capsys):
-    main(
-        ["recommend", "--config", "deepseek_v3_671b", "--target", "h100", "--world-size", "2048", "--by", by, "--json"]
-    )
+    where = ["--config", "deepseek_v3_671b", "--target", "h100", "--world-size", "2048"]
+    main(["recommend", *where, "--by", by, "--json"])
     found = [row["fit"] for row in json.loads(capsys.readouterr().out)["recipes"] if row["legal"]]
     assert [kind for kind, _ in itertools.groupby(found)] == ["fits", "tight", "does not fit"]
 
@@ -298,35 +260,25 @@ def without_stages(run):
 
 def test_published_numbers_of_virtual_stages_are_considered():
     policy, facts = facts_of("llama3_70b", 64, "train.global_batch_size=128")
-    virtual = {
-        run.parallel.virtual_pipeline or 1 for run in everything(policy, facts, H100) if run.parallel.pipeline == 4
-    }
+    sizes = [run.parallel for run in everything(policy, facts, H100)]
+    virtual = {one.virtual_pipeline or 1 for one in sizes if one.pipeline == 4}
     assert virtual == {1, 2, 4, 5, 10, 20}
 
 
-@pytest.mark.parametrize(
-    ("config", "asked", "said"),
-    [
-        (
-            "gpt_tiny",
-            ["model.fp16_lm_cross_entropy=true"],
-            "fp16-cross-entropy: fp16_lm_cross_entropy with bf16 compute",
-        ),
-        ("llama3_405b", [], "weights and gradients alone exceed the memory of 8 x H100"),
-        ("gpt_tiny", ["train.global_batch_size=7", "--world-size", "64"], "sizes must divide 64 GPUs"),
-    ],
-    ids=["a rule", "memory", "sizes"],
-)
+@pytest.mark.parametrize(("config", "asked", "said"), [
+    ("gpt_tiny", ["model.fp16_lm_cross_entropy=true"], "fp16-cross-entropy: fp16_lm_cross_entropy with bf16 compute"),
+    ("llama3_405b", [], "weights and gradients alone exceed the memory of 8 x H100"),
+    ("gpt_tiny", ["train.global_batch_size=7", "--world-size", "64"], "sizes must divide 64 GPUs"),
+], ids=["a rule", "memory", "sizes"])  # fmt: skip
 def test_what_refuses_every_layout_is_named(config, asked, said, capsys):
-    assert main(["layouts", "--config", config, "--target", "h100", "--world-size", "8", *asked]) == 1
+    where = ["layouts", "--config", config, "--target", "h100", "--world-size", "8", *asked]
+    assert main(where) == 1
     assert said in capsys.readouterr().out
-    assert main(["layouts", "--config", config, "--target", "h100", "--world-size", "8", *asked, "--json"]) == 1
+    assert main([*where, "--json"]) == 1
     assert said in json.loads(capsys.readouterr().out)["refused"][0]
 
 
-@pytest.mark.parametrize(
-    "own", ["tensor_model_parallel_size=3", "pipeline_model_parallel_size=3", "context_parallel_size=2"]
-)
+@pytest.mark.parametrize("own", ["tensor_model_parallel_size=3", "pipeline_model_parallel_size=3", "context_parallel_size=2"])  # fmt: skip
 def test_the_layout_that_is_replaced_is_no_reason(own, capsys):
     asked = ["layouts", "--config", "gpt_tiny", "--target", "h100", "--world-size", "8", "--most", "1", "--json"]
     assert main([*asked, f"parallel.{own}", "train.global_batch_size=7"]) == 0
@@ -368,11 +320,9 @@ def distributed(one):
 
 def test_the_optimizer_is_looked_at_both_ways_unless_the_file_says_which(capsys):
     policy, facts = facts_of("gpt_tiny", 4)
-    pairs = {
-        stated: {run.optimizer.distributed for run in itertools.chain(*families(policy, facts, H100, stated=stated))}
-        for stated in (False, True)
-    }
-    assert pairs == {False: {False, True}, True: {False}}
+    for stated, ways in ((False, {False, True}), (True, {False})):
+        every = itertools.chain(*families(policy, facts, H100, stated=stated))
+        assert {run.optimizer.distributed for run in every} == ways
     start = ["layouts", "--target", "h100", "--world-size", "4", "--most", "40", "--json"]
     for said, ways in (((), {"true", "false"}), (("ddp.use_distributed_optimizer=false",), {"false"})):
         assert main([*start, *said]) == 0

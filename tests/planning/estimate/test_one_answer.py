@@ -18,13 +18,10 @@ KINDS = ("gpt_tiny", "llama3_8b", "llama3_70b", "gpt_oss_120b", "nemotron_3_nano
 """One of each kind of model; the rest of the configurations are slow."""
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
-        for name in sorted(path.stem for path in pathlib.Path("configs").glob("*.yaml"))
-    ],
-)
+OTHERS = sorted({path.stem for path in pathlib.Path("configs").glob("*.yaml")} - {*KINDS})
+
+
+@pytest.mark.parametrize("config", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_check_offers_the_layout_that_layouts_lists_first(config, capsys):
     world, target = WORLDS.get(config, (8, "h100"))
     where = ["--config", config, "--world-size", str(world), "--target", target, "--json"]

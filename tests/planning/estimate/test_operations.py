@@ -9,7 +9,6 @@ import pytest
 from mpbridge.common.errors import BadValue
 from mpbridge.planning.estimate.build import work
 from mpbridge.planning.estimate.gemms import model_flops_per_token
-from mpbridge.planning.estimate.price import flops
 from mpbridge.settings.container import ConfigContainer
 from scripts.evidence.published import CANNOT, UNUSUAL, priced, rows, run_of
 
@@ -26,42 +25,27 @@ def test_model_flops_are_those_of_the_published_table(ident):
 
 
 def test_products_of_a_whole_model_are_six_flops_a_weight_and_token():
-    facts = run_of(rows()[1]).facts
-    whole = dataclasses.replace(
-        facts,
-        parallel=dataclasses.replace(facts.parallel, world_size=1, pipeline=1, virtual_pipeline=None),
-        global_batch_size=1,
-    )
-    policy = run_of(rows()[1]).policy
-    found = flops(work(policy, whole, 0).gemms)
+    run = run_of(rows()[1])
+    alone = dataclasses.replace(run.facts.parallel, world_size=1, pipeline=1, virtual_pipeline=None)
+    whole = dataclasses.replace(run.facts, parallel=alone, global_batch_size=1)
+    found = sum(one.flops for one in work(run.policy, whole, 0).gemms)
     weights = 80 * (8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672) + 8192 * 128256
     assert found == 6 * weights * 8192
 
 
 def test_recomputed_modules_are_computed_once_more():
-    row = next(
-        r
-        for r in rows()
-        if r["settings"].get("recompute_modules") == ["mla_up_proj"] and r["model"] == "deepseek_v3_671b"
-    )
-    run = run_of(row)
+    some = (row for row in rows() if row["model"] == "deepseek_v3_671b")
+    run = run_of(next(row for row in some if row["settings"].get("recompute_modules") == ["mla_up_proj"]))
     again = [gemm for gemm in work(run.policy, run.facts, 0).gemms if gemm.step == "recompute"]
     assert {gemm.where.rpartition(".")[2] for gemm in again} == {"linear_q_up_proj", "linear_kv_up_proj"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "passes"),
-    [
-        ({}, 3.5),
-        ({"recompute_modules": ["core_attn"]}, 3.5),
-        ({"recompute_granularity": "selective"}, 4.5),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 4.5),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 3.5),
-        ({"recompute_granularity": "selective", "recompute_modules": []}, 3.5),
-        ({"moe_layer_recompute": True}, 4.5),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("settings", "passes"), [
+    ({}, 3.5), ({"recompute_modules": ["core_attn"]}, 3.5), ({"recompute_granularity": "selective"}, 4.5),
+    ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 4.5),
+    ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 3.5),
+    ({"recompute_granularity": "selective", "recompute_modules": []}, 3.5), ({"moe_layer_recompute": True}, 4.5),
+], ids=str)  # fmt: skip
 def test_selective_recomputation_that_names_nothing_computes_core_attention_once_more(settings, passes):
     run = run_of(rows()[1])  # Llama 3 70B: no experts, fused attention
     bare = {name: value for name, value in run.facts.model.items() if not name.startswith("recompute")}
@@ -79,14 +63,11 @@ def test_formats_follow_the_recipe_layer_by_layer():
 
 
 def test_sizes_that_do_not_divide_are_named_together():
-    facts = run_of(rows()[6]).facts
-    odd = dataclasses.replace(
-        facts, parallel=dataclasses.replace(facts.parallel, world_size=24, tensor=3, pipeline=1, virtual_pipeline=None)
-    )
-    with pytest.raises(
-        BadValue, match=r"num_attention_heads 64 by tensor 3.*ffn_hidden_size 28672 by tensor 3"
-    ) as said:
-        work(run_of(rows()[6]).policy, odd, 0)
+    run = run_of(rows()[6])
+    sizes = dataclasses.replace(run.facts.parallel, world_size=24, tensor=3, pipeline=1, virtual_pipeline=None)
+    both = r"num_attention_heads 64 by tensor 3.*ffn_hidden_size 28672 by tensor 3"
+    with pytest.raises(BadValue, match=both) as said:
+        work(run.policy, dataclasses.replace(run.facts, parallel=sizes), 0)
     assert "vocab_size" not in str(said.value)  # 128256 is a multiple of 3
 
 

@@ -14,15 +14,21 @@ from mpbridge.cli.main import main
 RUN = ["--config", "configs/gpt_125m.yaml", "--recipe", "bf16_with_fp8_current_scaling_mixed", "--target", "h100"]
 
 
-def test_the_picture_holds_the_step_and_the_memory_of_both_recipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+Said = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: Patch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+
+
+def test_the_picture_holds_the_steps_and_the_memory(tmp_path: Path, monkeypatch: Patch, capsys: Said) -> None:
     import mpbridge.cli.estimate as bars
 
     seen: list[Any] = []
     draw = bars.stacked_bars
     monkeypatch.setattr(bars, "stacked_bars", lambda path, panels: (seen.extend(panels), draw(path, panels)))
-    monkeypatch.chdir(Path(__file__).parents[3])
     assert main(["estimate", *RUN, "--json", "--plot", str(tmp_path / "x.png")]) == 0
     said = json.loads(capsys.readouterr().out)
     main(["memory", *RUN, "--json"])
@@ -36,33 +42,25 @@ def test_the_picture_holds_the_step_and_the_memory_of_both_recipes(
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(Path(__file__).parents[3] / "configs" / "gpt_125m.yaml")
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: Said) -> None:
     where = str(tmp_path / "no" / "x.png")
-    assert main(["estimate", "--config", config, "--recipe", "bf16_mixed", "--target", "h100", "--plot", where]) == 2
+    assert main(["estimate", *RUN, "--plot", where]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith(f"--plot {where}: folder {tmp_path / 'no'} does not exist")
 
 
-def test_without_matplotlib_only_the_picture_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(Path(__file__).parents[3])
+def test_without_matplotlib_only_the_picture_is_missing(tmp_path: Path, monkeypatch: Patch, capsys: Said) -> None:
+    cure = "pip install -e '.[plot]' in a checkout of mpbridge"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["estimate", *RUN, "--plot", str(tmp_path / "x.png")]) == 0
     out, err = capsys.readouterr()
     assert "where the time goes" in out
-    assert err.startswith(
-        "no picture: matplotlib is not installed (pip install -e '.[plot]' in a checkout of mpbridge)"
-    )
+    assert err.startswith(f"no picture: matplotlib is not installed ({cure})")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_picture_without_room_costs_the_picture_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(Path(__file__).parents[3])
+def test_a_picture_without_room_costs_the_picture_only(capsys: Said) -> None:
     assert main(["estimate", *RUN, "--plot", "/dev/full"]) == 1
     out, err = capsys.readouterr()
     assert "where the time goes" in out

@@ -25,13 +25,15 @@ def predicted():
     return [(row, estimate((run := run_of(row)).policy, run.facts)) for row in timed()]
 
 
+def usual(predicted, fitted=True):
+    """Those with usual kernels, of the releases that were fitted or of the others."""
+    here = [(row, one) for row, one in predicted if row["model"] not in UNUSUAL]
+    return [(row, one) for row, one in here if (row["release"] in FITTED) == fitted]
+
+
 def errors(predicted, fitted=True):
-    """Relative errors of tokens/s per GPU, of the releases that were fitted or of the others."""
-    return [
-        one.tokens_per_second / row["tokens"] - 1
-        for row, one in predicted
-        if row["model"] not in UNUSUAL and (row["release"] in FITTED) == fitted
-    ]
+    """Their relative errors of tokens/s per GPU."""
+    return [one.tokens_per_second / row["tokens"] - 1 for row, one in usual(predicted, fitted)]
 
 
 def test_published_speeds_are_met_in_sample(predicted):
@@ -42,11 +44,8 @@ def test_published_speeds_are_met_in_sample(predicted):
 
 def test_the_band_holds_nine_of_ten(predicted):
     for fitted in (True, False):
-        inside = [
-            one.span[0] <= one.seconds * one.tokens_per_second / row["tokens"] <= one.span[1]
-            for row, one in predicted
-            if row["model"] not in UNUSUAL and (row["release"] in FITTED) == fitted
-        ]
+        real = [(one.seconds * one.tokens_per_second / row["tokens"], one) for row, one in usual(predicted, fitted)]
+        inside = [one.span[0] <= seconds <= one.span[1] for seconds, one in real]
         assert sum(inside) >= 0.9 * len(inside)
     odd = [one for row, one in predicted if row["model"] in UNUSUAL]
     assert all("attention sinks" in one.because for one in odd)
@@ -118,20 +117,14 @@ def test_what_is_not_priced_is_named():
         estimate(run.policy, run.facts, machine("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "what", "time", "memory", "exact"),
-    [
-        ({"is_hybrid_model": True}, "state-space layers (Mamba)", "faster", "smaller", False),
-        ({"linear_attention_freq": 4}, "linear attention", "faster", "larger", False),
-        ({"variable_seq_lengths": True}, "packed sequences", "faster", "at most as large", True),
-        ({}, "", "", "", True),
-    ],
-    ids=["hybrid", "linear attention", "packed", "plain"],
-)
+@pytest.mark.parametrize(("settings", "what", "time", "memory", "exact"), [
+    ({"is_hybrid_model": True}, "state-space layers (Mamba)", "faster", "smaller", False),
+    ({"linear_attention_freq": 4}, "linear attention", "faster", "larger", False),
+    ({"variable_seq_lengths": True}, "packed sequences", "faster", "at most as large", True), ({}, "", "", "", True),
+], ids=["hybrid", "linear attention", "packed", "plain"])  # fmt: skip
 def test_what_is_counted_as_something_else_is_named_with_the_sign_of_the_error(settings, what, time, memory, exact):
-    run = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).resolved(
-        1, machine=machine("h100"), versions=ASSUMED, training=False
-    )
+    box = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False)
+    run = box.resolved(1, machine=machine("h100"), versions=ASSUMED, training=False)
     facts = dataclasses.replace(run.facts, model={**run.facts.model, **settings})
     for said, sign in ((estimate(run.policy, facts).left_out, time), (left_out_of_memory(facts), memory)):
         assert len(said) == bool(what)
@@ -143,26 +136,19 @@ def test_faster_links_memory_and_products_never_slow_a_step_down():
     run = run_of(priced()[8])
     base = machine("gb200")
     whole = estimate(run.policy, run.facts, base).seconds
-    for change in (
-        {"nvlink": base.nvlink * 2},
-        {"network": base.network * 2},
-        {"bandwidth": base.bandwidth * 2},
-        {"peak": tuple((f, 2 * p) for f, p in base.peak)},
-    ):
+    twice = {name: 2 * getattr(base, name) for name in ("nvlink", "network", "bandwidth")}
+    twice["peak"] = tuple((f, 2 * p) for f, p in base.peak)
+    for change in ({name: value} for name, value in twice.items()):
         assert estimate(run.policy, run.facts, dataclasses.replace(base, **change)).seconds <= whole
 
 
 def test_the_verb_prints_a_band_and_json(capsys):
-    assert main(["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "gb200", "--price", "2"]) == 0
+    asked = ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "gb200", "--price", "2"]
+    assert main(asked) == 0
     text = capsys.readouterr().out
     assert "a prediction" in text
     assert "published runs on GB200" in text
-    assert (
-        main(
-            ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "gb200", "--price", "2", "--json"]
-        )
-        == 0
-    )
+    assert main([*asked, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["predicted"]
     assert data["price_per_billion_tokens"] == pytest.approx(2 * data["gpu_hours_per_billion_tokens"])
@@ -171,9 +157,8 @@ def test_the_verb_prints_a_band_and_json(capsys):
 
 
 def test_a_recipe_that_the_machine_cannot_run_is_refused(capsys):
-    assert (
-        main(["estimate", "--config", "llama3_70b", "--recipe", "nvfp4", "--world-size", "64", "--target", "h100"]) == 1
-    )
+    where = ["--config", "llama3_70b", "--world-size", "64", "--target", "h100"]
+    assert main(["estimate", *where, "--recipe", "nvfp4"]) == 1
     assert "NVFP4" in capsys.readouterr().err
 
 

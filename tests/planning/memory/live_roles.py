@@ -1,7 +1,6 @@
 """One rank of a world: builds every scenario, takes a step, and compares live tensors with predicted roles. Differences come back as text.
 
-Run by `differences` below; `python live_roles.py OUT NAME,NAME` under torchrun's environment.
-"""
+Run by `differences` below; `python live_roles.py OUT NAME,NAME` under torchrun's environment."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,8 @@ LLAMA = {
     "position_embedding_type": "rope", "ffn_hidden_size": 104, "qk_layernorm": True,
 }  # fmt: skip
 YARN = {
-    "position_embedding_type": "yarn",
-    "yarn_rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 24,
-}
+    "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 24,
+}  # fmt: skip
 LLAMA_TIED = LLAMA | YARN | {"share_embeddings_and_output_weights": True, "add_qkv_bias": True, "qk_layernorm": False}
 MOE = {
     "share_embeddings_and_output_weights": False, "add_bias_linear": False, "num_moe_experts": 4, "moe_ffn_hidden_size": 40, "moe_layer_freq": [0, 1],
@@ -39,49 +37,31 @@ HYBRID = {
 }  # fmt: skip
 MIXED = HYBRID | {name: MOE[name] for name in MOE if name != "moe_layer_freq"} | {"hybrid_override_pattern": "ME*E"}
 SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": GPT2,
-    "gpt2_untied": GPT2 | {"share_embeddings_and_output_weights": False},
-    "llama": LLAMA,
-    "llama_tied": LLAMA_TIED,
-    "moe": MOE,
-    "hybrid": HYBRID,
-    "hybrid_moe": MIXED,
-    "lora": LLAMA | {"lora_rank": 3},
-}
+    "gpt2": GPT2, "gpt2_untied": GPT2 | {"share_embeddings_and_output_weights": False}, "llama": LLAMA, "llama_tied": LLAMA_TIED,
+    "moe": MOE, "hybrid": HYBRID, "hybrid_moe": MIXED, "lora": LLAMA | {"lora_rank": 3},
+}  # fmt: skip
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "sharded": {"ddp": SHARDED},
-    "buckets": {"ddp": OVERLAP | {"bucket_size": 9000}},
+    "ddp": {}, "sharded": {"ddp": SHARDED}, "buckets": {"ddp": OVERLAP | {"bucket_size": 9000}},
     "bus": {"ddp": SHARDED | {"pad_buckets_for_high_nccl_busbw": True}},
     "tp": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "ddp": SHARDED},
     "pp": {"parallel": {"pipeline_model_parallel_size": 2}, "ddp": SHARDED},
     "pp_ddp": {"parallel": {"pipeline_model_parallel_size": 2}},
-    "ep": {"parallel": {"expert_model_parallel_size": 2}, "ddp": SHARDED},
-    "unclipped": {"optimizer": {"clip_grad": 0.0}},
+    "ep": {"parallel": {"expert_model_parallel_size": 2}, "ddp": SHARDED}, "unclipped": {"optimizer": {"clip_grad": 0.0}},
     "sgd": {"optimizer": {"optimizer": "sgd"}},
-}
+}  # fmt: skip
 RECIPES: dict[str, Any] = {
-    "fp32": "fp32",
-    "bf16": "bf16_mixed",
-    "fp16": "fp16_mixed",
-    "bf16_grads": {"recipe": "bf16_mixed", "grad_reduce_in_fp32": False},
-    "moments": "bf16_mixed_bf16_moments",
+    "fp32": "fp32", "bf16": "bf16_mixed", "fp16": "fp16_mixed",
+    "bf16_grads": {"recipe": "bf16_mixed", "grad_reduce_in_fp32": False}, "moments": "bf16_mixed_bf16_moments",
     "remainders": {"recipe": "bf16_mixed", "use_precision_aware_optimizer": True, "grad_reduce_in_fp32": False},
-    "no_remainders": {
-        "recipe": "bf16_mixed",
-        "use_precision_aware_optimizer": True,
-        "store_param_remainders": False,
-        "exp_avg_dtype": "fp8",
-    },
+    "no_remainders": {"recipe": "bf16_mixed", "use_precision_aware_optimizer": True, "store_param_remainders": False, "exp_avg_dtype": "fp8"},
     "kept": {"recipe": "bf16_mixed", "keep_fp32": ["*layernorm*"]},
-    "mamba_kept": {"recipe": "bf16_mixed", "keep_fp32": ["*.A_log", "*.D", "*.dt_bias"]},
-    "full": "full_bf16",
+    "mamba_kept": {"recipe": "bf16_mixed", "keep_fp32": ["*.A_log", "*.D", "*.dt_bias"]}, "full": "full_bf16",
     "frozen": {"recipe": "bf16_mixed", "frozen": ["*"]},
     "frozen_wide": {"recipe": "bf16_mixed", "frozen": ["*"], "lora_dtype": "fp32"},
     "frozen_layer": {"recipe": "bf16_mixed", "frozen": ["decoder.layers.0.*", "*norm*"]},
-}
+}  # fmt: skip
 
 
 def differences(size: int, cases: list[str], folder: Path, *, timeout: float = 840.0) -> dict[str, Any]:
@@ -97,22 +77,12 @@ def resolved(case: str, *, world: int) -> Any:
     shape, layout, recipe = case.split("/")
     extra = LAYOUTS[layout]
     model = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": VOCAB,
-        "max_sequence_length": SEQ,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-    container = ConfigContainer(
-        mixed_precision=RECIPES[recipe],
-        model=model | SHAPES[shape],
-        optimizer={"lr": 1e-3} | extra.get("optimizer", {}),
-        ddp=extra.get("ddp", {}),
-        parallel=extra.get("parallel", {}),
-        train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 4},
-    )
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    }  # fmt: skip
+    train = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 4}
+    sections = {"ddp": {}, "parallel": {}} | extra | {"optimizer": {"lr": 1e-3} | extra.get("optimizer", {})}
+    container = ConfigContainer(mixed_precision=RECIPES[recipe], model=model | SHAPES[shape], train=train, **sections)
     return container.resolved(world_size=world, machine=machine("cpu"))
 
 
@@ -130,39 +100,26 @@ def _compare(case: str) -> dict[str, Any]:
     with device_layer(False, fused_adam=CpuFusedAdam):
         engine = McoreEngine.build(run)
         size = parallel_state.get_data_parallel_world_size()
-        applied = [
-            engine.train_step(_batches(), microbatches=2 // size).applied for _ in range(40 if "fp16" in case else 1)
-        ]
+        steps = range(40 if "fp16" in case else 1)
+        applied = [engine.train_step(batches(), microbatches=2 // size).applied for _ in steps]
         live = list(engine.tensors())
         want = roles(run.policy, run.facts, rank=rank)
-        seen = _counted(live)
-        report = {
-            "applied": any(applied),
-            "differ": _differ(seen, _predicted(want)),
-            "bytes": sum(role.bytes for role in want if role.name != "buffers"),
-        }
-        storages = {
-            t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes()
-            for t in live
-            if t.role != "buffers"
-        }
-        report["live_bytes"] = sum(storages.values())
-        report["roles"] = sorted({role.name for role in want})
+        differ = _differ(_counted(live), _predicted(want))
+        held = [t.tensor.untyped_storage() for t in live if t.role != "buffers"]
+        live_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
         engine.close()
-    return report
+    said = {"bytes": sum(role.bytes for role in want if role.name != "buffers"), "live_bytes": live_bytes}
+    return {"applied": any(applied), "differ": differ, "roles": sorted({role.name for role in want}), **said}
 
 
-def _batches() -> Any:
+def batches(length: int = SEQ) -> Iterator[dict[str, Any]]:
+    """Two samples that count."""
     import torch
 
-    text = torch.arange(SEQ + 1).expand(2, SEQ + 1) % VOCAB
+    text, positions = torch.arange(length + 1).expand(2, length + 1) % VOCAB, torch.arange(length).expand(2, length)
     while True:
-        yield {
-            "tokens": text[:, :-1].contiguous(),
-            "labels": text[:, 1:].contiguous(),
-            "position_ids": torch.arange(SEQ).expand(2, SEQ),
-            "loss_mask": torch.ones(2, SEQ),
-        }
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        yield {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": torch.ones(2, length)}
 
 
 def _counted(live: list[Any]) -> Counter[Any]:
@@ -184,11 +141,8 @@ def _predicted(want: Any) -> Counter[Any]:
 
 
 def _differ(seen: Counter[Any], want: Counter[Any]) -> list[str]:
-    return [
-        f"{key}: live {seen[key]}, predicted {want[key]}"
-        for key in sorted(set(seen) | set(want))
-        if seen[key] != want[key]
-    ]
+    keys = [key for key in sorted(set(seen) | set(want)) if seen[key] != want[key]]
+    return [f"{key}: live {seen[key]}, predicted {want[key]}" for key in keys]
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from mpbridge.planning.rules.table import broken
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer, Run
+from tests.planning.memory.live_roles import batches
 
 SEQ, VOCAB = 16, 128
 MODEL = {
@@ -29,18 +30,13 @@ MODEL = {
     "share_embeddings_and_output_weights": False,
 }  # fmt: skip
 KEPT = ("params", "grads", "main_params", "main_grads", "exp_avg", "exp_avg_sq")
-AWARE, BF16_GRADS, NORMS = (
-    {"use_precision_aware_optimizer": True},
-    {"grad_reduce_in_fp32": False},
-    {"keep_fp32": ["*norm*"]},
-)
+AWARE, BF16_GRADS = {"use_precision_aware_optimizer": True}, {"grad_reduce_in_fp32": False}
+NORMS = {"keep_fp32": ["*norm*"]}
 LOW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
 PLAIN_FP8 = {
-    "fp8_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "first_last_layers_bf16": False,
+    "fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False, "first_last_layers_bf16": False,
     "fp4_param_gather": False,
-}
+}  # fmt: skip
 SMALL_SCALE = {"initial_loss_scale": 1024.0}
 
 Case = tuple[str, dict[str, Any], str, bool | None]
@@ -67,15 +63,12 @@ ONCE_WRONG: dict[str, Case] = {
 
 def configured(case: Case) -> Run:
     engine, mixed, optimizer, distributed = case
-    container = ConfigContainer(
-        mixed_precision=mixed,
-        model=MODEL,
-        optimizer={"lr": 1e-3, "optimizer": optimizer},
-        ddp={} if distributed is None else {"use_distributed_optimizer": distributed},
-        engine=engine,
-        emulate=True,
-        train={"micro_batch_size": 2, "global_batch_size": 2, "train_iters": 4},
-    )
+    sections = {
+        "model": MODEL, "optimizer": {"lr": 1e-3, "optimizer": optimizer},
+        "ddp": {} if distributed is None else {"use_distributed_optimizer": distributed},
+        "train": {"micro_batch_size": 2, "global_batch_size": 2, "train_iters": 4},
+    }  # fmt: skip
+    container = ConfigContainer(mixed_precision=mixed, engine=engine, emulate=True, **sections)
     return container.resolved(machine=machine("cpu"))
 
 
@@ -86,17 +79,6 @@ def accepted(case: Case) -> Run | None:
     except MpbridgeError:
         return None
     return None if any(v.severity == "error" for v in broken(run.policy, run.facts)) else run
-
-
-def batches() -> Iterator[dict[str, torch.Tensor]]:
-    text = torch.arange(SEQ + 1).expand(2, SEQ + 1)
-    while True:
-        yield {
-            "tokens": text[:, :-1].contiguous(),
-            "labels": text[:, 1:].contiguous(),
-            "position_ids": torch.arange(SEQ).expand(2, SEQ),
-            "loss_mask": torch.ones(2, SEQ),
-        }
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +101,13 @@ def disagreements(run: Run) -> list[str]:
         engine = build_engine(run)
         try:
             reports = [audit(run.policy, engine, stage="static")]
-            applied = any(engine.train_step(batches(), microbatches=1).applied for _ in range(2))
+            applied = any(engine.train_step(batches(SEQ), microbatches=1).applied for _ in range(2))
             reports.append(audit(run.policy, engine, stage="live"))
-            live = {
-                (one.role, one.parameter): one.tensor
-                for one in engine.tensors()
-                if one.role in KEPT and (one.role != "main_params" or not _same(one, engine))
-            }
+            own = {one.data_ptr() for _, one in engine.named_parameters() if not hasattr(one, "_local_tensor")}
+            kept = [one for one in engine.tensors() if one.role in KEPT]
+            # a main weight that is listed may be the parameter itself
+            kept = [one for one in kept if one.role != "main_params" or one.tensor.data_ptr() not in own]
+            live = {(one.role, one.parameter): one.tensor for one in kept}
         finally:
             engine.close()
     grads = {tensor.untyped_storage().data_ptr() for (role, _), tensor in live.items() if role == "grads"}
@@ -134,31 +116,13 @@ def disagreements(run: Run) -> list[str]:
         for (role, name), tensor in live.items()
         if role != "main_grads" or tensor.untyped_storage().data_ptr() not in grads
     }
-    expected = {
-        (role.name, role.parameter): (role.dtype.value, role.elements)
-        for role in roles(run.policy, run.facts)
-        if role.name in KEPT
-    }
+    named = [role for role in roles(run.policy, run.facts) if role.name in KEPT]
+    expected = {(role.name, role.parameter): (role.dtype.value, role.elements) for role in named}
+    both = [(key, found.get(key), expected.get(key)) for key in found.keys() | expected.keys()]
+    bad = [one for report in reports for one in report.findings if not one.ok]
     wrong = [] if applied else ["no update was applied"]
-    wrong += [
-        f"{key}: live {found.get(key)}, predicted {expected.get(key)}"
-        for key in found.keys() | expected.keys()
-        if found.get(key) != expected.get(key)
-    ]
-    return wrong + [
-        f"audit: {one.subject}: {one.promised}, found {one.found}"
-        for report in reports
-        for one in report.findings
-        if not one.ok
-    ]
-
-
-def _same(one: Any, engine: Any) -> bool:
-    """Whether a listed main weight is the parameter itself."""
-    own = {
-        parameter.data_ptr() for _, parameter in engine.named_parameters() if not hasattr(parameter, "_local_tensor")
-    }
-    return one.tensor.data_ptr() in own
+    wrong += [f"{key}: live {here}, predicted {said}" for key, here, said in both if here != said]
+    return wrong + [f"audit: {one.subject}: {one.promised}, found {one.found}" for one in bad]
 
 
 @pytest.mark.parametrize("row", ONCE_WRONG)

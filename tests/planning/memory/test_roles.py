@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+import itertools
 
 import pytest
 
@@ -14,66 +13,19 @@ from mpbridge.planning.memory.ranks import Coordinates, parse_layout, stage_chun
 from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
-
-
-def _live():
-    spec = importlib.util.spec_from_file_location("live_roles", Path(__file__).with_name("live_roles.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tests.planning.memory.live_roles import differences
 
 ONE = [
-    *[
-        "gpt2/ddp/fp16",
-        "llama/sharded/fp16",
-        "moe/ddp/bf16",
-        "moe/sharded/bf16_grads",
-        "gpt2_untied/sharded/bf16",
-        "llama_tied/ddp/bf16",
-        "llama_tied/buckets/moments",
-        "llama/bus/bf16",
-    ],
-    *[
-        "hybrid/sharded/bf16",
-        "hybrid/ddp/mamba_kept",
-        "hybrid_moe/ddp/fp32",
-        "llama/sharded/remainders",
-        "llama/sharded/no_remainders",
-        "llama/sharded/kept",
-        "gpt2/ddp/kept",
-        "gpt2/sgd/bf16",
-        "gpt2/ddp/full",
-        "lora/ddp/frozen",
-        "lora/sharded/frozen_wide",
-        "moe/sharded/frozen_layer",
-    ],
-]
+    "gpt2/ddp/fp16", "llama/sharded/fp16", "moe/ddp/bf16", "moe/sharded/bf16_grads", "gpt2_untied/sharded/bf16", "llama_tied/ddp/bf16", "llama_tied/buckets/moments",
+    "llama/bus/bf16", "hybrid/sharded/bf16", "hybrid/ddp/mamba_kept", "hybrid_moe/ddp/fp32", "llama/sharded/remainders", "llama/sharded/no_remainders",
+    "llama/sharded/kept", "gpt2/ddp/kept", "gpt2/sgd/bf16", "gpt2/ddp/full", "lora/ddp/frozen", "lora/sharded/frozen_wide", "moe/sharded/frozen_layer",
+]  # fmt: skip
 TWO = [
-    *[
-        f"{shape}/{layout}/{kind}"
-        for shape in ("gpt2", "llama")
-        for layout in ("ddp", "sharded")
-        for kind in ("fp32", "bf16")
-    ],
-    *[
-        "gpt2/sharded/fp16",
-        "moe/ep/bf16",
-        "gpt2/tp/bf16",
-        "gpt2/pp/bf16",
-        "hybrid/tp/bf16",
-        "hybrid/pp/bf16",
-        "llama/pp/bf16",
-        "llama_tied/buckets/moments",
-        "moe/sharded/remainders",
-        "lora/pp/frozen",
-        "lora/sharded/frozen",
-    ],
-]
-LAYOUTS_ONE, LAYOUTS_TWO = (
-    ("ddp", "sharded", "buckets", "bus"),
-    ("ddp", "sharded", "buckets", "bus", "tp", "pp", "pp_ddp"),
-)
+    *("/".join(parts) for parts in itertools.product(("gpt2", "llama"), ("ddp", "sharded"), ("fp32", "bf16"))),
+    "gpt2/sharded/fp16", "moe/ep/bf16", "gpt2/tp/bf16", "gpt2/pp/bf16", "hybrid/tp/bf16", "hybrid/pp/bf16", "llama/pp/bf16", "llama_tied/buckets/moments",
+    "moe/sharded/remainders", "lora/pp/frozen", "lora/sharded/frozen",
+]  # fmt: skip
+LAYOUTS = {1: ("ddp", "sharded", "buckets", "bus"), 2: ("ddp", "sharded", "buckets", "bus", "tp", "pp", "pp_ddp")}
 
 
 def _agree(found):
@@ -88,31 +40,24 @@ def _agree(found):
 
 
 def test_every_role_equals_the_live_tensors_on_one_process(tmp_path):
-    found = _agree(_live().differences(1, ONE, tmp_path))
-    assert {"params", "grads", "main_params", "exp_avg", "exp_avg_sq", "padding"} <= set(
-        found["llama/bus/bf16"][0]["roles"]
-    )
+    found = _agree(differences(1, ONE, tmp_path))["llama/bus/bf16"][0]["roles"]
+    assert {"params", "grads", "main_params", "exp_avg", "exp_avg_sq", "padding"} <= set(found)
 
 
 def test_every_role_equals_the_live_tensors_on_two_processes(tmp_path):
-    found = _agree(_live().differences(2, TWO, tmp_path))
+    found = _agree(differences(2, TWO, tmp_path))
     # the shards of two ranks are not the same size: that is where a rule of thumb fails
     assert len({report["bytes"] for report in found["llama/sharded/bf16"]}) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "layouts"), [(1, LAYOUTS_ONE), (2, LAYOUTS_TWO)])
+@pytest.mark.parametrize("size", LAYOUTS)
 @pytest.mark.parametrize("shape", ["gpt2", "gpt2_untied", "llama", "llama_tied", "moe"])
-def test_every_shape_layout_and_recipe(tmp_path, shape, size, layouts):
-    plain = ["fp32", "bf16", "fp16", "bf16_grads", "kept"]
-    cases = [f"{shape}/{layout}/{kind}" for layout in layouts for kind in plain]
-    cases += [
-        f"{shape}/{layout}/{kind}"
-        for layout in layouts
-        if "ddp" not in layout
-        for kind in ("moments", "remainders", "no_remainders")
-    ]
-    _agree(_live().differences(size, cases, tmp_path, timeout=840))
+def test_every_shape_layout_and_recipe(tmp_path, shape, size):
+    plain, aware = ("fp32", "bf16", "fp16", "bf16_grads", "kept"), ("moments", "remainders", "no_remainders")
+    kinds = {layout: plain if "ddp" in layout else (*plain, *aware) for layout in LAYOUTS[size]}
+    cases = [f"{shape}/{layout}/{kind}" for layout, every in kinds.items() for kind in every]
+    _agree(differences(size, cases, tmp_path, timeout=840))
 
 
 SHAPE = ModelShape(
@@ -158,16 +103,13 @@ def test_layout_strings_read_as_megatron_core_reads_them():
 
 
 def test_a_layout_that_loses_layers_is_refused():
-    with pytest.raises(BadValue, match="places 2 layers, the model has 4"):
-        stage_chunks(
-            facts(parallel=Parallel(world_size=2, pipeline=2), model={"pipeline_model_parallel_layout": "Et|tL"})
-        )
-    with pytest.raises(BadValue, match="must not be negative"):
-        stage_chunks(
-            facts(parallel=Parallel(world_size=2, pipeline=2), model={"num_layers_in_last_pipeline_stage": -6})
-        )
-    with pytest.raises(BadValue, match="4 layers cannot be divided among 3"):
-        stage_chunks(facts(parallel=Parallel(world_size=3, pipeline=3)))
+    for stages, model, said in (
+        (2, {"pipeline_model_parallel_layout": "Et|tL"}, "places 2 layers, the model has 4"),
+        (2, {"num_layers_in_last_pipeline_stage": -6}, "must not be negative"),
+        (3, {}, "4 layers cannot be divided among 3"),
+    ):
+        with pytest.raises(BadValue, match=said):
+            stage_chunks(facts(parallel=Parallel(world_size=stages, pipeline=stages), model=model))
 
 
 def test_coordinates_follow_megatron_cores_order():
@@ -196,26 +138,17 @@ def test_stored_fp8_costs_a_byte_and_on_hopper_its_transpose():
 
 def test_edge_layers_stay_out_and_emulation_keeps_no_copies():
     run = facts()
-    named = {
-        role.parameter.split(".")[2]
-        for role in roles(policy("fp8_cs", fp8_param_gather=False), run)
-        if role.name == "weight_copies"
-    }
-    assert named == {"1", "2"}
+    copies = [one for one in roles(policy("fp8_cs", fp8_param_gather=False), run) if one.name == "weight_copies"]
+    assert {role.parameter.split(".")[2] for role in copies} == {"1", "2"}
     emulated = facts(realization="emulated")
     assert not _bytes(policy("fp8_cs"), emulated, "weight_copies", "weight_transposes")
 
 
 def test_fsdp2_shares_rows_and_counts_what_the_last_ranks_lack():
     run = facts(engine="fsdp2", parallel=Parallel(world_size=3))
-    row = {
-        role.elements + role.padding
-        for rank in range(3)
-        for role in roles(policy("fsdp_adamw"), run, rank=rank)
-        if role.parameter == "output_layer.weight" and role.name == "params"
-    }
-    assert row == {43 * 64}  # 128 rows over 3 ranks: 43, 43, 42 and one row of padding
-    shares = [
-        sum(r.elements for r in roles(policy("fsdp_adamw"), run, rank=rank) if r.name == "params") for rank in range(3)
-    ]
-    assert sum(shares) == sum(r.elements for r in roles(policy("bf16"), facts()) if r.name == "params")
+    held = [role for rank in range(3) for role in roles(policy("fsdp_adamw"), run, rank=rank) if role.name == "params"]
+    last = [role for role in held if role.parameter == "output_layer.weight"]
+    # 128 rows over 3 ranks: 43, 43, 42 and one row of padding
+    assert [role.elements + role.padding for role in last] == [43 * 64] * 3
+    whole = [role.elements for role in roles(policy("bf16"), facts()) if role.name == "params"]
+    assert sum(role.elements for role in held) == sum(whole)

@@ -28,10 +28,8 @@ def pair(breaks: dict[str, Any], holds: dict[str, Any], **both: Any) -> tuple[di
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence-parallel-alone": ({"parallel": Parallel(sequence=True)}, {"parallel": Parallel(world_size=2, tensor=2, sequence=True)}),
-    "deferred-embedding-gradient": (
-        {"model": {"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True}},
-        {"model": {"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True}, "parallel": PP2},
-    ),
+    "deferred-embedding-gradient": ({"model": {"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True}},
+        {"model": {"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True}, "parallel": PP2}),
     "overlapped-warmup": pair({"overlap_p2p_comm_warmup_flush": True, "overlap_p2p_comm": True, "batch_p2p_comm": True},
                               {"overlap_p2p_comm_warmup_flush": True, "overlap_p2p_comm": True, "batch_p2p_comm": False}),
     "expert-settings-without-experts": ({"parallel": EP2}, {"parallel": EP2, "shape": MOE}),
@@ -82,16 +80,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "graph-with-expert-overlap": pair({"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "local", **ALLTOALL},
                                       {"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "transformer_engine", **ALLTOALL, "cuda_graph_scope": "attn"},
                                       shape=MOE, parallel=EP2),
-    "attention-switch-has-no-effect-since-017": (
-        {"recipe": "fp8_cs", "config": {"fp8_multi_head_attention": True, "fp8_dot_product_attention": True}, "versions": NEWER},
-        {"recipe": "mxfp8", "config": {"fp8_dot_product_attention": True}, "versions": NEWER, "machine": machine("b200")},
-    ),
-    "fp4-weights-unproven": (
-        {"recipe": "nvfp4", "config": {"fp4_param": True}, "versions": NEWER, "machine": machine("b200")}, {"recipe": "nvfp4", "versions": NEWER, "machine": machine("b200")},
-    ),
+    "attention-switch-has-no-effect-since-017": ({"recipe": "fp8_cs", "config": {"fp8_multi_head_attention": True, "fp8_dot_product_attention": True}, "versions": NEWER},
+        {"recipe": "mxfp8", "config": {"fp8_dot_product_attention": True}, "versions": NEWER, "machine": machine("b200")}),
+    "fp4-weights-unproven": ({"recipe": "nvfp4", "config": {"fp4_param": True}, "versions": NEWER, "machine": machine("b200")},
+        {"recipe": "nvfp4", "versions": NEWER, "machine": machine("b200")}),
     "settings-without-effect": ({"inert": ("fp8_recipe=mxfp8 (read only with fp8)",)}, {}),
-    "remainders-have-no-effect": (
-        {"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP16}}, {"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP32}},
-    ),
+    "remainders-have-no-effect": ({"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP16}},
+        {"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP32}}),
     "settings-not-known-here": pair({"mtp_hsm": True}, {}, versions=NEWER, optimizer=OptimizerFacts(distributed=True)),
 }  # fmt: skip

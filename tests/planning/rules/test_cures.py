@@ -57,12 +57,9 @@ def applied(one, settings):
             one["model"] |= {name: value} if name == "moe_router_dtype" else {}
         elif section == "model":
             one["model"][name] = value
-            if name == "lora_rank":
-                one["shape"] = dataclasses.replace(
-                    one.get("shape", SHAPE), lora_rank=value, lora_targets=LORA.lora_targets
-                )
-            if name in SHAPED:
-                one["shape"] = dataclasses.replace(one.get("shape", SHAPE), **{SHAPED[name]: value})
+            shaped = {"lora_rank": value, "lora_targets": LORA.lora_targets} if name == "lora_rank" else {}
+            shaped |= {SHAPED[name]: value} if name in SHAPED else {}
+            one["shape"] = dataclasses.replace(one.get("shape", SHAPE), **shaped)
         elif (section, name) == ("ddp", "use_distributed_optimizer"):
             held = dataclasses.replace(held, distributed=value)
         elif section == "ddp":
@@ -80,9 +77,8 @@ def applied(one, settings):
         else:
             assert name == "engine", name
             one["engine"] = value
-            held = dataclasses.replace(
-                held, distributed=traits(value).distributed_optimizer != "never" and held.distributed
-            )
+            distributed = traits(value).distributed_optimizer != "never" and held.distributed
+            held = dataclasses.replace(held, distributed=distributed)
     return one | {"optimizer": held}
 
 

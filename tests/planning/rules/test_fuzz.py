@@ -69,12 +69,8 @@ def mutate(rng, tree):
             if isinstance(tree.setdefault(section, {}), dict):
                 tree[section][rng.choice(sorted(settings(section, latent=True)))] = odd(rng)
         else:
-            tree["mixed_precision"] = rng.choice(
-                [
-                    rng.choice(list(recipes)),
-                    {"recipe": rng.choice(list(recipes)), rng.choice(PRECISION): odd(rng)},
-                ]
-            )
+            changed = {"recipe": rng.choice(list(recipes)), rng.choice(PRECISION): odd(rng)}
+            tree["mixed_precision"] = rng.choice([rng.choice(list(recipes)), changed])
         if not tree:
             return tree
     return tree
@@ -86,9 +82,8 @@ def answer(text, path, rng):
     try:
         box = ConfigContainer.load(path, trusted=False)
         gpu = machine(rng.choice(list(machines)))
-        run = box.resolved(
-            rng.choice((box.smallest_world(), 2, 512)), machine=gpu, versions=NOW, training=rng.random() < 0.5
-        )
+        world = rng.choice((box.smallest_world(), 2, 512))
+        run = box.resolved(world, machine=gpu, versions=NOW, training=rng.random() < 0.5)
         broken(run.policy, run.facts)
         lint(run.policy, run.facts)
         token_multiple(run.policy, run.facts)
@@ -107,18 +102,13 @@ def fuzz(numbers, seed, folder):
         tree = mutate(rng, yaml.safe_load(yaml.safe_dump(rng.choice(trees))))
         text = yaml.safe_dump(tree, allow_unicode=True)
         if rng.random() < 0.1:  # damage below YAML's structure
-            at = rng.randrange(len(text))
-            text = (
-                text[:at]
-                + rng.choice(["\t", ":", "}", "- ", "\x00", "&a ", "*a", "!!python/none ", "%"])
-                + text[at + rng.randrange(3) :]
-            )
+            at, odd_text = rng.randrange(len(text)), ["\t", ":", "}", "- ", "\x00", "&a ", "*a", "!!python/none ", "%"]
+            text = text[:at] + rng.choice(odd_text) + text[at + rng.randrange(3) :]
         try:
             end = answer(text, folder / "mutated.yaml", rng)
         except Exception as error:
-            raise AssertionError(
-                f"mutation {number} of seed {seed}: {type(error).__name__}: {error}\n{text}"
-            ) from error
+            said = f"{type(error).__name__}: {error}"
+            raise AssertionError(f"mutation {number} of seed {seed}: {said}\n{text}") from error
         ends[end] = ends.get(end, 0) + 1
     return ends
 

@@ -45,16 +45,8 @@ WRONG = [
     ("mxfp8", B200, {"seq_length": 272}, "self_attention.linear_qkv", "tokens", 272, 32),
     ("nvfp4", B200, {"seq_length": 264}, "self_attention.linear_qkv", "tokens", 264, 16),
     ("fp8_sc", H100, {"ffn_hidden_size": 2056}, "mlp.linear_fc2", "in", 2056, 16),
-    (
-        "mxfp8",
-        B200,
-        {"num_query_groups": 1, "kv_channels": 72, "num_attention_heads": 8},
-        "self_attention.linear_qkv",
-        "out",
-        720,
-        32,
-    ),
-]
+    ("mxfp8", B200, {"num_query_groups": 1, "kv_channels": 72, "num_attention_heads": 8}, "self_attention.linear_qkv", "out", 720, 32),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "gpu", "change", "module", "dimension", "value", "multiple"), WRONG)
@@ -92,9 +84,8 @@ def test_sizes_are_those_of_a_tensor_parallel_rank():
 )  # fmt: skip
 def test_a_cure_speaks_of_ranks_where_they_split_the_size(change, module, side, parallel, cure):
     run = facts(dataclasses.replace(GPT, **change), parallel=Parallel(world_size=8, **parallel))
-    found = next(
-        f for f in lint(policy("mxfp8"), run) if (f.module, f.dimension, f.level) == (module, side, "required")
-    )
+    required = {(f.module, f.dimension): f for f in lint(policy("mxfp8"), run) if f.level == "required"}
+    found = required[module, side]
     assert found.cure.split(": ", 1)[1].startswith(cure)
     assert ("ranks" in found.cure) == ("ranks" in cure)
 
@@ -125,17 +116,10 @@ def test_userbuffers_take_mxfp8_shards_in_whole_tiles():
 
 
 def test_blockwise_shards_want_whole_blocks_of_both_sides():
-    run = facts(
-        dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9),
-        H100,
-        parallel=Parallel(world_size=3, tensor=3, sequence=True),
-        micro_batch_size=3,
-    )
-    wrong = findings("fp8_sc", run)
-    assert ("mlp.linear_fc1", "in", 576, 128) in wrong
-    assert not findings(
-        "fp8_sc", facts(dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9), H100)
-    )
+    odd = dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9)
+    run = facts(odd, H100, parallel=Parallel(world_size=3, tensor=3, sequence=True), micro_batch_size=3)
+    assert ("mlp.linear_fc1", "in", 576, 128) in findings("fp8_sc", run)
+    assert not findings("fp8_sc", facts(odd, H100))
 
 
 def test_context_parallelism_divides_the_tokens():
@@ -153,9 +137,8 @@ def test_only_what_is_quantized_is_looked_at():
 
 
 def test_experts_tokens_are_a_kind_of_their_own():
-    moe = dataclasses.replace(
-        GPT, experts=8, expert_ffn_hidden_size=256, expert_layers=(False, True, True, True), expert_topk=2
-    )
+    layers = (False, True, True, True)
+    moe = dataclasses.replace(GPT, experts=8, expert_ffn_hidden_size=256, expert_layers=layers, expert_topk=2)
     for name, multiple in (("mxfp8", 32), ("fp8_cs", 16), ("nvfp4", 128)):
         found = [f for f in lint(policy(name), facts(moe)) if f.level == "experts"]
         assert [f.multiple for f in found] == [multiple]
@@ -166,15 +149,10 @@ def test_experts_tokens_are_a_kind_of_their_own():
 
 def test_latent_attention_names_its_ranks():
     latent = {"q_lora_rank": 200, "kv_lora_rank": 512, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64}
-    found = [
-        f
-        for f in lint(policy("mxfp8"), facts(dataclasses.replace(GPT, latent_attention=latent)))
-        if f.level == "required"
-    ]
-    assert {(f.module, f.dimension, f.pad) for f in found} == {
-        ("self_attention.linear_q_down_proj", "out", 24),
-        ("self_attention.linear_q_up_proj", "in", 24),
-    }
+    run = facts(dataclasses.replace(GPT, latent_attention=latent))
+    found = [f for f in lint(policy("mxfp8"), run) if f.level == "required"]
+    padded = {(f.module.removeprefix("self_attention."), f.dimension, f.pad) for f in found}
+    assert padded == {("linear_q_down_proj", "out", 24), ("linear_q_up_proj", "in", 24)}
     assert all("q_lora_rank" in f.cure for f in found)
 
 

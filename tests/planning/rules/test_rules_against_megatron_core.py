@@ -7,13 +7,13 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mpbridge.backend.megatron.targets import build
 from mpbridge.common.errors import MpbridgeError, Refused, UpstreamRefused
-from mpbridge.common.facts import Versions
 from mpbridge.common.machines import machine
 from mpbridge.common.probe import installed
 from mpbridge.planning.rules.table import broken
@@ -22,34 +22,18 @@ from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.schema import Setting, settings
 from mpbridge.settings.sections import LIMITS, LORA
 
-NOW = Versions(
-    torch=installed().torch,
-    megatron_core=installed().megatron_core,
-    transformer_engine="2.11.0",
-    cuda="12.9",
-    cublaslt="12.9.1",
-)
+NOW = replace(installed(), transformer_engine="2.11.0", torchao=None, cuda="12.9", cublaslt="12.9.1", python=None)
 _DENSE = {
-    "num_layers": 8,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "ffn_hidden_size": 512,
-    "max_sequence_length": 256,
-}
+    "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 512, "max_sequence_length": 256,
+}  # fmt: skip
 _EXPERTS = {
-    "num_moe_experts": 8,
-    "moe_ffn_hidden_size": 128,
-    "add_bias_linear": False,
-    "moe_token_dispatcher_type": "alltoall",
-}
+    "num_moe_experts": 8, "moe_ffn_hidden_size": 128, "add_bias_linear": False, "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
 _LATENT = {"multi_latent_attention": True, "q_lora_rank": 64, "kv_lora_rank": 64}
 MODELS = (
-    _DENSE,
-    _DENSE | {"gated_linear_unit": True, "activation_func": "silu"},
-    _DENSE | _EXPERTS,
-    _DENSE | _EXPERTS | _LATENT,
+    _DENSE, _DENSE | {"gated_linear_unit": True, "activation_func": "silu"}, _DENSE | _EXPERTS, _DENSE | _EXPERTS | _LATENT,
     _DENSE | _LATENT,
-)
+)  # fmt: skip
 SIZES = ({}, {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2},
          {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2},
          {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True})  # fmt: skip
@@ -135,22 +119,14 @@ def drawn(rng: random.Random) -> dict[str, Any]:
     }
     if precision:
         tree["model"] |= rng.choice(WITH_PRECISION) if rng.random() < 0.4 else {}
-        tree["optimizer"] |= (
-            rng.choice(({"optimizer": "sgd"}, {"main_grads_dtype": "bf16"}, {"exp_avg_dtype": "bf16"}))
-            if rng.random() < 0.3
-            else {}
-        )
+        states = ({"optimizer": "sgd"}, {"main_grads_dtype": "bf16"}, {"exp_avg_dtype": "bf16"})
+        tree["optimizer"] |= rng.choice(states) if rng.random() < 0.3 else {}
         return tree
-    sections = {
-        section: settings(section, latent="q_lora_rank" in tree["model"]) for section in ("model", "optimizer", "ddp")
-    }
+    latent = "q_lora_rank" in tree["model"]
+    sections = {section: settings(section, latent=latent) for section in ("model", "optimizer", "ddp")}
     for _ in range(rng.randint(1, 3)):
         section = rng.choice(("model", "model", "model", "model", "optimizer", "ddp"))
-        known = sorted(
-            name
-            for name in sections[section]
-            if f"{section}.{name}" not in ("model.num_layers", "optimizer.lr") and name not in LORA
-        )
+        known = sorted(sections[section].keys() - {"num_layers", "lr", *LORA})
         first = rng.choice(known)
         group = next((stem for stem in TOGETHER if first.startswith(stem)), None)
         family = [name for name in known if group and name.startswith(group)]
@@ -177,13 +153,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (model, optimizer):
         monkeypatch.setattr(module, "is_te_min_version", lambda *args, **kwargs: True)
     monkeypatch.setattr(rope, "fused_apply_rotary_pos_emb", print)
-    for name in (
-        "permute",
-        "permute_with_probs",
-        "unpermute",
-        "sort_chunks_by_index",
-        "sort_chunks_by_index_with_probs",
-    ):
+    sort = "sort_chunks_by_index"
+    for name in ("permute", "permute_with_probs", "unpermute", sort, f"{sort}_with_probs"):
         monkeypatch.setattr(moe, f"fused_{name}", print, raising=False)
     with device_layer(False, fused_adam=CpuFusedAdam), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -40,12 +40,8 @@ def main(recipe: str, by_hand: bool) -> None:
     torch.manual_seed(7)
     config, optimizer_config, ddp_config = configs()
 
-    made = mpbridge.plan(
-        mpbridge.resolve(mpbridge.get_mixed_precision_config(recipe)),
-        model=config,
-        optimizer=optimizer_config,
-        ddp=ddp_config,
-    )
+    policy = mpbridge.resolve(mpbridge.get_mixed_precision_config(recipe))
+    made = mpbridge.plan(policy, model=config, optimizer=optimizer_config, ddp=ddp_config)
     mpbridge.apply(made)
 
     model: Any = GPTModel(
@@ -70,14 +66,8 @@ def main(recipe: str, by_hand: bool) -> None:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         out = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter([]),
-            model=[model],
-            num_microbatches=1,
-            seq_length=32,
-            micro_batch_size=4,
-            forward_only=False,
-        )
+            forward_step_func=forward, data_iterator=iter([]), model=[model], num_microbatches=1, seq_length=32, micro_batch_size=4, forward_only=False
+        )  # fmt: skip
         applied, _, _ = optimizer.step()
         skipped += not applied
         seen.append(out[0]["loss"].item())

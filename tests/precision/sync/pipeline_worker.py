@@ -1,7 +1,6 @@
 """One stage of a two-stage GPTModel: which quantization megatron-core hands to each linear, for policies with module rules.
 
-Its one argument: how many chunks of the model each stage interleaves.
-"""
+Its one argument: how many chunks of the model each stage interleaves."""
 
 from __future__ import annotations
 
@@ -53,15 +52,8 @@ def main(chunks: int) -> None:
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, masked_softmax_fusion=False,
     )  # fmt: skip
     rules = {"mlp.linear_fc2": "bf16", "self_attention.*": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}
-    author = MixedPrecisionConfig(
-        bf16=True,
-        fp8="hybrid",
-        first_last_layers_bf16=True,
-        num_layers_at_start_in_bf16=2,
-        num_layers_at_end_in_bf16=1,
-        modules=rules,
-    )
-    policy = resolve(author)
+    edges = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
+    policy = resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid", modules=rules, **edges))  # type: ignore[arg-type]
     commit(plan(policy, model=config), spell=compile_rules)
     # what Transformer Engine's linears have: megatron-core hands them their quantization
     for linear in (ColumnParallelLinear, RowParallelLinear):

@@ -71,18 +71,10 @@ def fresh(inputs: dict[str, dict[str, Any]], policy: PrecisionPolicy | None) -> 
     """Configs constructed by hand, with every value of the table spelled out, whether it is megatron-core's default or not."""
     made = {name: class_of(name, section)(**section) for name, section in inputs.items()}
     if policy is not None:
-        facts = Facts(
-            policy=policy,
-            fp8=policy.fp8,
-            own=lambda target, field, default: inputs[target].get(field, default),
-            core=nearest(current()),
-        )
+        facts = Facts(policy=policy, fp8=policy.fp8, own=lambda t, field, default: inputs[t].get(field, default), core=nearest(current()))  # fmt: skip
         for name, section in inputs.items():
-            values = {
-                row.field: row.value(facts)
-                for row in TABLE
-                if row.target == name and row.field in class_of(name, section).__dataclass_fields__
-            }
+            known = class_of(name, section).__dataclass_fields__
+            values = {row.field: row.value(facts) for row in TABLE if row.target == name and row.field in known}
             rules = values.pop("quant_recipe", None)
             values = {field: spelled(value, None, None) for field, value in values.items() if value is not KEEP}
             made[name] = class_of(name, section)(**(section | values))
@@ -105,9 +97,8 @@ def applied(objects: Any, policy: PrecisionPolicy | None, after: Receipt | None 
 
 
 def built(inputs: dict[str, dict[str, Any]], policy: PrecisionPolicy | None, **more: Any) -> targets.Targets:
-    return targets.build(
-        inputs, plan(policy, **{name: inputs[name] for name in CLASSES}, **more), machine=GPU, versions=HERE
-    )
+    made = plan(policy, **{name: inputs[name] for name in CLASSES}, **more)
+    return targets.build(inputs, made, machine=GPU, versions=HERE)
 
 
 def facts_of(objects: Any) -> dict[str, Any]:
@@ -116,9 +107,6 @@ def facts_of(objects: Any) -> dict[str, Any]:
     for name in ("model", "optimizer", "ddp"):
         config = getattr(objects, name)
         names = {field.name for field in dataclasses.fields(config)} | set(vars(config))
-        found |= {
-            f"{name}.{key}": getattr(config, key)
-            for key in names
-            if not callable(getattr(config, key)) or isinstance(getattr(config, key), torch.dtype)
-        }
+        values = {f"{name}.{key}": getattr(config, key) for key in names}
+        found |= {key: one for key, one in values.items() if not callable(one) or isinstance(one, torch.dtype)}
     return found

@@ -55,26 +55,16 @@ def test_a_switch_ends_where_going_straight_there_ends() -> None:
 
 
 AUTHORS: dict[str, tuple[Any, ...]] = {
-    "model.bf16": (False, True),
-    "model.params_dtype": (torch.float32, torch.bfloat16),
-    "model.enable_autocast": (False, True),
-    "model.first_last_layers_bf16": (False, True),
-    "model.num_layers_at_start_in_bf16": (1, 2),
-    "model.moe_router_dtype": (None, "fp32", "fp64"),
-    "model.fp32_residual_connection": (False, True),
-    "model.attention_softmax_in_fp32": (True, False),
-    "model.activation_func_fp8_input_store": (False,),
-    "optimizer.initial_loss_scale": (2.0**32, 2.0**16),
-    "optimizer.loss_scale": (None, 128.0),
-    "optimizer.store_param_remainders": (True, False),
-    "optimizer.use_precision_aware_optimizer": (False, True),
-    "optimizer.fp8_recipe": (None, "tensorwise"),
-    "ddp.grad_reduce_in_fp32": (False, True),
-    "ddp.check_for_nan_in_grad": (False, True),
-    "ddp.keep_fp8_transpose_cache": (False, True),
-    "ddp.use_megatron_fsdp": (False, True),
-    "ddp.preserve_fp32_weights": (True, False),
-}
+    "model.bf16": (False, True), "model.params_dtype": (torch.float32, torch.bfloat16), "model.enable_autocast": (False, True),
+    "model.first_last_layers_bf16": (False, True), "model.num_layers_at_start_in_bf16": (1, 2),
+    "model.moe_router_dtype": (None, "fp32", "fp64"), "model.fp32_residual_connection": (False, True),
+    "model.attention_softmax_in_fp32": (True, False), "model.activation_func_fp8_input_store": (False,),
+    "optimizer.initial_loss_scale": (2.0**32, 2.0**16), "optimizer.loss_scale": (None, 128.0),
+    "optimizer.store_param_remainders": (True, False), "optimizer.use_precision_aware_optimizer": (False, True),
+    "optimizer.fp8_recipe": (None, "tensorwise"), "ddp.grad_reduce_in_fp32": (False, True),
+    "ddp.check_for_nan_in_grad": (False, True), "ddp.keep_fp8_transpose_cache": (False, True),
+    "ddp.use_megatron_fsdp": (False, True), "ddp.preserve_fp32_weights": (True, False),
+}  # fmt: skip
 """What authors may have set before they chose a recipe."""
 
 
@@ -89,12 +79,9 @@ def authored(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
         if value is not None:
             inputs[target][field] = value
     if draw(st.booleans()):
-        inputs["model"] |= {
-            "fp8": "hybrid",
-            "fp8_recipe": "tensorwise",
-            "moe_router_padding_for_quantization": bool(inputs["model"].get("num_moe_experts")),
-        }
-        inputs["model"] |= {"moe_token_dispatcher_type": "alltoall"} if inputs["model"].get("num_moe_experts") else {}
+        experts = bool(inputs["model"].get("num_moe_experts"))
+        inputs["model"] |= {"fp8": "hybrid", "fp8_recipe": "tensorwise", "moe_router_padding_for_quantization": experts}
+        inputs["model"] |= {"moe_token_dispatcher_type": "alltoall"} if experts else {}
     if inputs["optimizer"].get("use_precision_aware_optimizer"):
         inputs["optimizer"] |= {"exp_avg_dtype": draw(st.sampled_from((torch.float32, torch.bfloat16)))}
     return inputs

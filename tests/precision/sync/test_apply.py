@@ -45,12 +45,8 @@ def test_a_provider_with_deferred_post_init_is_written_and_can_be_finalized() ->
     apply(made, machine=GPU, versions=HERE)
     assert provider.ffn_hidden_size is None  # still not finalized
     provider.finalize()
-    assert (provider.bf16, provider.fp8, provider.autocast_dtype, provider.attention_softmax_in_fp32) == (
-        True,
-        "hybrid",
-        torch.bfloat16,
-        False,
-    )
+    assert (provider.bf16, provider.fp8, provider.autocast_dtype) == (True, "hybrid", torch.bfloat16)
+    assert provider.attention_softmax_in_fp32 is False
 
 
 @pytest.mark.parametrize("carried_as", ["transformer", "config"])
@@ -64,14 +60,10 @@ def test_an_object_that_carries_its_config_is_written_there_and_nothing_lands_on
     assert plan(BF16, model=outer).writes == ()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "distributed", "refusal"),
-    [
-        ("fp32_params_bf16_compute", False, "update 16-bit weights without main weights"),
-        ("full_bf16", True, "silently creates FP32 main weights"),
-        ("full_bf16", False, "call mpbridge.apply"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "distributed", "refusal"), [
+    ("fp32_params_bf16_compute", False, "update 16-bit weights without main weights"),
+    ("full_bf16", True, "silently creates FP32 main weights"), ("full_bf16", False, "call mpbridge.apply"),
+])  # fmt: skip
 def test_weights_that_megatron_core_would_keep_otherwise_are_refused(
     recipe: str, distributed: bool, refusal: str
 ) -> None:
@@ -89,16 +81,11 @@ def test_a_plain_namespace_is_written() -> None:
 
 
 def test_upstreams_own_validation_runs_on_the_final_values_and_a_no_leaves_everything_as_it_was() -> None:
-    inputs = {
-        **INPUTS["dense"],
-        "model": INPUTS["dense"]["model"] | {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float32},
-    }
-    objects = live(inputs)
+    stages = {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float32}
+    objects = live({**INPUTS["dense"], "model": INPUTS["dense"]["model"] | stages})
     before = facts_of(objects)
-    with pytest.raises(
-        UpstreamRefused,
-        match=r"megatron-core refuses the model config: num_layers_at_start_in_bf16 \(2\) must be between 0 and",
-    ):
+    said = r"megatron-core refuses the model config: num_layers_at_start_in_bf16 \(2\) must be between 0 and"
+    with pytest.raises(UpstreamRefused, match=said):
         applied(objects, POLICIES["nemotron_h_bf16_with_fp8_current_scaling_mixed"])
     assert facts_of(objects) == before
 
@@ -113,21 +100,17 @@ def test_a_fault_of_one_target_takes_the_writes_of_all_back() -> None:
 
 
 def test_without_transformer_engine_megatron_cores_type_error_reaches_the_user_in_words() -> None:
-    objects = types.SimpleNamespace(
-        model=None, optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), ddp=None
-    )
-    with pytest.raises(
-        UpstreamRefused, match=r"Transformer Engine, which is not installed|requires FusedAdam from TransformerEngine"
-    ):
+    optimizer = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
+    objects = types.SimpleNamespace(model=None, optimizer=optimizer, ddp=None)
+    said = r"Transformer Engine, which is not installed|requires FusedAdam from TransformerEngine"
+    with pytest.raises(UpstreamRefused, match=said):
         apply(planned(objects, POLICIES["bf16_mixed_bf16_moments"]))  # outside of the device layer
 
 
 def test_a_fault_that_was_there_before_is_noted_and_not_ours() -> None:
     config = TransformerConfig(**INPUTS["dense"]["model"])
-    config.num_attention_heads, config.tensor_model_parallel_size = (
-        4,
-        3,
-    )  # its second post-init raises, whatever we write
+    # its second post-init raises, whatever we write
+    config.num_attention_heads, config.tensor_model_parallel_size = 4, 3
     receipt = apply(plan(BF16, model=config))
     assert config.bf16 is True
     assert receipt.unchecked
@@ -135,10 +118,9 @@ def test_a_fault_that_was_there_before_is_noted_and_not_ours() -> None:
 
 
 def test_the_check_changes_nothing_but_the_plans_fields() -> None:
-    provider = Provider(
-        num_moe_experts=2, moe_layer_recompute=True, recompute_granularity="selective", recompute_modules=["core_attn"]
-    )
-    lists = provider.recompute_modules
+    lists = ["core_attn"]
+    recompute = {"recompute_granularity": "selective", "recompute_modules": lists}
+    provider = Provider(num_moe_experts=2, moe_layer_recompute=True, **recompute)
     apply(plan(BF16, model=provider))
     assert provider.recompute_modules is lists
     assert lists == ["core_attn"]  # megatron-core's post-init appends to it
@@ -158,9 +140,8 @@ def test_a_target_that_changed_after_the_plan_is_a_stale_plan() -> None:
 
 def test_on_conflict_error_refuses_and_warn_tells(caplog: pytest.LogCaptureFixture) -> None:
     objects = live({**INPUTS["dense"], "optimizer": {"lr": 1e-3, "loss_scale": 128.0}})
-    with pytest.raises(
-        Conflict, match=r"optimizer\.loss_scale: was 128\.0, becomes none .*mixed_precision\.loss_scale=128\.0"
-    ):
+    said = r"optimizer\.loss_scale: was 128\.0, becomes none .*mixed_precision\.loss_scale=128\.0"
+    with pytest.raises(Conflict, match=said):
         apply(planned(objects, BF16), on_conflict="error")
     assert objects.optimizer.loss_scale == 128.0
     with caplog.at_level(logging.WARNING, logger="mpbridge"):
@@ -186,12 +167,10 @@ def test_quantization_is_refused_on_a_machine_that_would_train_it_in_16_bits(nam
             apply(planned(objects, POLICIES[name]), machine=cpu)
     with pytest.raises(UnknownName, match="no machine named 'h10'"):
         apply(planned(objects, POLICIES[name]), machine="h10")
-    with pytest.raises(
-        Refused, match=r"Transformer Engine|torchao"
-    ):  # the right GPU without it: megatron-core would train in 16 bits, silently
-        apply(
-            planned(objects, POLICIES[name]), machine=GPU, versions=dataclasses.replace(HERE, transformer_engine=None)
-        )
+    without = dataclasses.replace(HERE, transformer_engine=None)
+    # the right GPU without it: megatron-core would train in 16 bits, silently
+    with pytest.raises(Refused, match=r"Transformer Engine|torchao"):
+        apply(planned(objects, POLICIES[name]), machine=GPU, versions=without)
     assert facts_of(objects) == before
 
 
@@ -250,12 +229,8 @@ def test_remainders_that_an_old_transformer_engine_switched_off_come_back(monkey
 
 @pytest.mark.usefixtures("te_version")
 def test_padding_that_megatron_core_refuses_without_fp8_is_cleared_and_given_back() -> None:
-    section = INPUTS["moe"]["model"] | {
-        "fp8": "hybrid",
-        "moe_router_padding_for_fp8": True,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    inputs = {**INPUTS["moe"], "model": section}
+    own = {"fp8": "hybrid", "moe_router_padding_for_fp8": True, "moe_token_dispatcher_type": "alltoall"}
+    inputs = {**INPUTS["moe"], "model": INPUTS["moe"]["model"] | own}
     objects = live(inputs)
     assert objects.model.moe_router_padding_for_quantization is True  # the alias that post-init fills
     made = planned(objects, BF16)

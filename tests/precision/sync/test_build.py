@@ -150,15 +150,10 @@ def test_fp4_is_refused_on_a_live_hybrid_that_this_megatron_core_would_train_in_
 
     stack = Path(megatron.core.__file__).with_name("ssm") / "mamba_block.py"
     assert "get_fp4_context" not in stack.read_text(encoding="utf-8")
-    for hybrid, refused in (
-        (True, pytest.raises(Refused, match=r"fp4-on-a-hybrid: nvfp4 on a model with Mamba layers")),
-        (False, nullcontext()),
-    ):
+    said = r"fp4-on-a-hybrid: nvfp4 on a model with Mamba layers"
+    for hybrid, refused in ((True, pytest.raises(Refused, match=said)), (False, nullcontext())):
         live = {name: CLASSES[name](**DENSE[name]) for name in ("model", "optimizer", "ddp")}
         live["model"].is_hybrid_model = hybrid
+        made, versions = plan(POLICIES["bf16_with_nvfp4_mixed"], **live), replace(HERE, megatron_core="0.16.1")
         with refused:
-            apply(
-                plan(POLICIES["bf16_with_nvfp4_mixed"], **live),
-                machine=machine("b200"),
-                versions=replace(HERE, megatron_core="0.16.1"),
-            )
+            apply(made, machine=machine("b200"), versions=versions)

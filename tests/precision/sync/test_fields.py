@@ -10,7 +10,7 @@ import pytest
 import torch
 from sync_kit import CLASSES, INPUTS, POLICIES, facts_of, fresh
 
-from mpbridge.common.formats import DType
+from mpbridge.common.formats import DType, plain
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.classes import LOOKS_LIKE_PRECISION, NOT_PRECISION, PROCESS_WIDE, USERS_OWN
 from mpbridge.precision.megatron_spec.fields import TABLE
@@ -25,11 +25,8 @@ CLASSED = {**USERS_OWN, **PROCESS_WIDE, **NOT_PRECISION}
 
 def fields(version: str) -> dict[tuple[str, str], Any]:
     """(target, field) -> default, of the schema that scripts/generate/make_schema.py wrote from that megatron-core."""
-    return {
-        (target, name): record["default"]
-        for target in CLASSES
-        for name, record in records(target, latent=True, version=version).items()
-    }
+    found = {target: records(target, latent=True, version=version) for target in CLASSES}
+    return {(target, name): record["default"] for target in found for name, record in found[target].items()}
 
 
 def installed() -> dict[tuple[str, str], Any]:
@@ -72,17 +69,9 @@ def test_the_classes_name_no_field_that_is_nowhere() -> None:
 
 @pytest.mark.parametrize("version", described())
 def test_a_rows_default_is_megatron_cores(version: str) -> None:
-    # the schema is JSON: dtypes are words there, tuples are lists
-    plain = {
-        key: row.default.short
-        if isinstance(row.default, DType)
-        else list(row.default)
-        if row.default == ()
-        else row.default
-        for key, row in ROWS.items()
-    }
     defaults = {key: default for key, default in fields(version).items() if key in ROWS}
-    assert {key: plain[key] for key in defaults} == defaults
+    # the schema is JSON: dtypes are words there, tuples are lists
+    assert {key: plain(ROWS[key].default) for key in defaults} == defaults
 
 
 def test_every_knob_is_a_field_of_the_config_and_every_row_says_why() -> None:
@@ -103,11 +92,8 @@ def test_what_is_not_in_the_table_is_left_alone(name: str) -> None:
     inputs = INPUTS["dense"]
     before, after = facts_of(fresh(inputs, None)), facts_of(fresh(inputs, POLICIES[name]))
     changed = {key for key in before if before[key] != after.get(key)}
-    # two values that megatron-core's post-init derives are not fields
-    assert (
-        changed - {".".join(key) for key in ROWS} - {"optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"}
-        == set()
-    )
+    derived = "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"  # by megatron-core's post-init: no field
+    assert changed - {".".join(key) for key in ROWS} - {derived} == set()
 
 
 def test_optimizer_fp8_recipe_is_written_only_with_fp8() -> None:
@@ -126,12 +112,12 @@ def test_parameters_that_are_their_own_main_copy_get_the_plain_optimizer() -> No
 
 def test_router_dtype_is_a_string_and_a_torch_dtype_there_is_put_right() -> None:
     # megatron-core's router compares with 'fp32' and 'fp64'; torch.float32 does nothing, silently
-    for given, expected in ((torch.float32, "fp32"), (DType.FP64, "fp64"), (torch.bfloat16, None)):
-        assert (
-            plan(POLICIES["bf16_mixed"], model={"moe_router_dtype": given}).of("model")["moe_router_dtype"] == expected
-        )
-    assert "moe_router_dtype" not in plan(POLICIES["bf16_mixed"], model={"moe_router_dtype": "fp32"}).of("model")
-    assert plan(POLICIES["states"], model={"moe_router_dtype": "fp32"}).of("model")["moe_router_dtype"] == "fp64"
+    def written(name: str, given: Any) -> Any:
+        return plan(POLICIES[name], model={"moe_router_dtype": given}).of("model").get("moe_router_dtype", UNSET)
+
+    for given, expected in ((torch.float32, "fp32"), (DType.FP64, "fp64"), (torch.bfloat16, None), ("fp32", UNSET)):
+        assert written("bf16_mixed", given) == expected
+    assert written("states", "fp32") == "fp64"
 
 
 @pytest.mark.parametrize(("name", "fsdp", "old", "new"), [
@@ -161,13 +147,10 @@ def test_megatron_fsdp_is_told_of_fp32_gradients_in_the_words_of_its_version() -
 
 
 def test_emulation_tells_megatron_cores_model_and_wrapper_of_no_quantization() -> None:
+    words = ("fp8", "fp4", "first_last", "num_layers", "quant")
     for name, policy in POLICIES.items():
         written = plan(policy, model={}, optimizer={}, ddp={}, realization="emulated")
-        low = [
-            write.name
-            for write in written.writes
-            if any(word in write.field for word in ("fp8", "fp4", "first_last", "num_layers", "quant"))
-        ]
+        low = [write.name for write in written.writes if any(word in write.field for word in words)]
         # the optimizer is told: it decides by it who keeps main weights
         assert low == (["optimizer.fp8_recipe"] if policy.fp8 and policy.fp8.row.core else []), name
 

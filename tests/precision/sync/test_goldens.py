@@ -18,24 +18,18 @@ ERRORS = FOLDER / "errors.json"
 NAMES = [entry.name for entry in BUILT_IN]
 
 AUTHOR: dict[str, dict[str, Any]] = {
-    "model": {
-        "num_layers": 32,
-        "bf16": False,
-        "moe_router_dtype": "torch.float32",
-        "activation_func_fp8_input_store": True,
-    },
+    "model": {"num_layers": 32, "bf16": False, "moe_router_dtype": "torch.float32", "activation_func_fp8_input_store": True},
     "optimizer": {"lr": 3e-4, "bf16": False, "loss_scale": 128, "initial_loss_scale": 65536.0, "exp_avg_dtype": "fp16"},
     "ddp": {"grad_reduce_in_fp32": False, "check_for_nan_in_grad": True, "reduce_scatter_with_fp32_accumulation": True},
-}
+}  # fmt: skip
 """An author who has said things that recipes decide, as people do (the neighbour's guide sets bf16=False by hand)."""
 ORIGIN = {"ddp.grad_reduce_in_fp32": "command line"}
 
 
 def text(name: str) -> str:
     policy = resolve(get_mixed_precision_config(name), layers=32)
-    parts = [
-        f"# what {name} writes over the inputs of tests/precision/sync/test_goldens.py; rewritten by: python tests/precision/sync/test_goldens.py"
-    ]
+    here = "tests/precision/sync/test_goldens.py"
+    parts = [f"# what {name} writes over the inputs of {here}; rewritten by: python {here}"]
     for realization in ("native", "emulated") if policy.quantized else ("native",):
         parts += [f"\n[{realization}]", str(plan(policy, **AUTHOR, origin=ORIGIN, realization=realization))]  # type: ignore[arg-type]
     return "\n".join(parts) + "\n"

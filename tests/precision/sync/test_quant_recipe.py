@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +30,29 @@ BASE = Quant(format="hybrid", scaling="tensorwise")
 SHAPES = {
     "fp8 around, one module in BF16": (Region(modules="mlp.linear_fc2"), Region(quant=BASE)),
     "edges before rules": (Region(first=1, last=2), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
-    "a rule for some layers": (
-        Region(modules="*.linear_fc1", first=3, quant=MXFP8),
-        Region(modules="mlp.*"),
-        Region(quant=BASE),
-    ),
+    "a rule for some layers": (Region(modules="*.linear_fc1", first=3, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
     "16 bits around, one module in FP8": (Region(modules="mlp.linear_fc1", quant=MXFP8), Region()),
     "a layer with a rule of its own": (Region(first=1, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
-    "some layers by number": (
-        Region(modules="mlp.*", layers=((2, 3), (-2, -1))),
-        Region(modules="*.linear_qkv", layers=((0, 0),), quant=MXFP8),
-        Region(quant=BASE),
-    ),
-    "whole paths": (
-        Region(modules="decoder.layers.[25].mlp.*", quant=MXFP8),
-        Region(modules="*.6.*.linear_qkv"),
-        Region(modules="decoder.*.linear_proj", layers=((1, 4),)),
-        Region(quant=BASE),
-    ),
+    "some layers by number": (Region(modules="mlp.*", layers=((2, 3), (-2, -1))), Region(modules="*.linear_qkv", layers=((0, 0),), quant=MXFP8), Region(quant=BASE)),
+    "whole paths": (Region(modules="decoder.layers.[25].mlp.*", quant=MXFP8), Region(modules="*.6.*.linear_qkv"), Region(modules="decoder.*.linear_proj", layers=((1, 4),)), Region(quant=BASE)),
     "edge layers, 16 bits around": (Region(first=1, last=1), Region(modules="mlp.*", quant=MXFP8), Region()),
     "a layer in 16 bits": (Region(layers=((3, 3),)), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
     "FP4 around": (Region(modules="self_attention.*", quant=BASE), Region(quant=Quant(format="e2m1", scaling="nvfp4"))),
-}
+}  # fmt: skip
 
 
 def seen(recipe: RecipeConfig, policy: PrecisionPolicy, path: str, layer: int, layers: int) -> tuple[Any, ...]:
     """(FP8 recipe, format, FP4 recipe) that a module runs in: its own parameters if they take effect, else the block's."""
-    base = None if layer in policy.bf16_layers(layers) else policy.quant
-    around = (None, None, None) if base is None else spell(base)
+    return within(recipe, path, None if layer in policy.bf16_layers(layers) else policy.quant)
+
+
+def within(recipe: RecipeConfig, path: str, around: Quant | None) -> tuple[Any, ...]:
+    """The same of a module whose block runs in `around`."""
     found = recipe.match(MatchContext(path, None))
-    if found is None:
-        return around
-    own = found.config["training_recipe"]
+    own = {} if found is None else found.config["training_recipe"]
     # TEQuantizationRecipe: a module overrides a quantized block by default, and a block in high precision only if it says so
-    if base is None and not own.get("override_nonquantized_autocast", False):
-        return around
+    if found is None or (around is None and not own.get("override_nonquantized_autocast", False)):
+        return spell(around)
     return own.get("fp8_quantization_recipe"), own.get("fp8_format"), own.get("fp4_quantization_recipe")
 
 
@@ -73,16 +62,16 @@ def spell(quant: Quant | None) -> tuple[Any, ...]:
     return (quant.scaling, quant.format, None) if quant.bits == 8 else (None, None, quant.scaling)
 
 
+def two_stages() -> TransformerConfig:
+    return TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16)  # fmt: skip
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("regions", SHAPES.values(), ids=SHAPES)
 def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(
     regions: tuple[Region, ...], stages: int
 ) -> None:
-    policy = PrecisionPolicy(
-        **{k: getattr(POLICIES["bf16_mixed"], k) for k in ("compute", "params", "pipeline", "output")},
-        reduce=POLICIES["bf16_mixed"].reduce,
-        regions=regions,
-    )
+    policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=regions)
     layers, per_stage = 8, 8 // stages
     for stage in range(stages):
         chunk = range(stage * per_stage, (stage + 1) * per_stage)
@@ -97,50 +86,27 @@ def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(
 @pytest.mark.parametrize("base", [BASE, Quant(format="e2m1", scaling="nvfp4"), None], ids=["fp8", "fp4", "bf16"])
 def test_multi_token_prediction_is_matched_by_the_same_rules(base: Quant | None) -> None:
     regions = (
-        Region(first=1),
-        Region(modules="mtp.*.linear_fc2"),
-        Region(modules="mlp.*", quant=MXFP8),
-        Region(modules="self_attention.*", layers=((3, 3),), quant=MXFP8),
-        Region(modules="eh_proj"),
-        Region(quant=base),
-    )
+        Region(first=1), Region(modules="mtp.*.linear_fc2"), Region(modules="mlp.*", quant=MXFP8),
+        Region(modules="self_attention.*", layers=((3, 3),), quant=MXFP8), Region(modules="eh_proj"), Region(quant=base),
+    )  # fmt: skip
     policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=regions)
     recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4, ahead=2))
     for depth in range(2):
-        names = [f"mtp.layers.{depth}.transformer_layer.{module}" for module in MODULES] + [
-            f"mtp.layers.{depth}.eh_proj"
-        ]
-        for path in names:
+        names = [*(f"transformer_layer.{module}" for module in MODULES), "eh_proj"]
+        for path in (f"mtp.layers.{depth}.{name}" for name in names):
             # megatron-core opens a context of eight bits there, and none of four
             around = None if base is None or base.bits == 4 else base
-            found = recipe.match(MatchContext(path, None))
-            own = None if found is None else found.config["training_recipe"]
-            takes_effect = own is not None and (around is not None or own.get("override_nonquantized_autocast", False))
-            said = (
-                (own.get("fp8_quantization_recipe"), own.get("fp8_format"), own.get("fp4_quantization_recipe"))
-                if takes_effect
-                else spell(around)
-            )
-            assert said == spell(policy.of_path(path, 4).fprop), path
+            assert within(recipe, path, around) == spell(policy.of_path(path, 4).fprop), path
 
 
 def test_a_whole_path_is_looked_for_in_its_own_layer_only() -> None:
-    regions = (
-        Region(modules="decoder.layers.1.self_attention.linear_qkv", quant=MXFP8),
-        Region(modules="mtp.*.linear_fc2"),
-        Region(quant=BASE),
-    )
-    first, second = (
-        quant_recipe.as_dict(ModuleRules(regions=regions), chunk, 4, ahead=ahead)
-        for chunk, ahead in ((range(2), 0), (range(2, 4), 1))
-    )
+    queries = Region(modules="decoder.layers.1.self_attention.linear_qkv", quant=MXFP8)
+    rules = ModuleRules(regions=(queries, Region(modules="mtp.*.linear_fc2"), Region(quant=BASE)))
+    first, second = quant_recipe.as_dict(rules, range(2), 4), quant_recipe.as_dict(rules, range(2, 4), 4, ahead=1)
     patterns = [[matcher["pattern"] for matcher in made["matchers"].values()] for made in (first, second)]
     assert patterns[0] == ["decoder.layers.1.self_attention.linear_qkv"]
-    assert patterns[1] == [
-        f"mtp.layers.0.{layer}.{rest}linear_fc2"
-        for layer in ("transformer_layer", "mtp_model_layer")
-        for rest in ("*.", "")
-    ]
+    inner = itertools.product(("transformer_layer", "mtp_model_layer"), ("*.", ""))
+    assert patterns[1] == [f"mtp.layers.0.{layer}.{rest}linear_fc2" for layer, rest in inner]
     for made in (first, second):
         assert set(made["configs"]) == {matcher["config"] for matcher in made["matchers"].values()}
         RecipeConfig.from_config_dict(made)
@@ -184,12 +150,10 @@ def test_transformer_engine_params_are_what_megatron_core_parses() -> None:
 
     if not hasattr(te, "TEQuantizationParams"):
         pytest.skip("this megatron-core defines them only with Transformer Engine")
-    recipe = RecipeConfig.from_config_dict(
-        quant_recipe.as_dict(ModuleRules(regions=SHAPES["edges before rules"]), range(8), 8)
-    )
-    params = te.TEQuantizationParams.parse_from_config(
-        recipe.match(MatchContext("decoder.layers.3.mlp.linear_fc1", None))
-    )
+    rules = ModuleRules(regions=SHAPES["edges before rules"])
+    recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(rules, range(8), 8))
+    found = recipe.match(MatchContext("decoder.layers.3.mlp.linear_fc1", None))
+    params = te.TEQuantizationParams.parse_from_config(found)
     assert params.training_recipe.fp8_quantization_recipe == "mxfp8"
 
 
@@ -209,14 +173,7 @@ def test_module_rules_reach_the_config_and_leave_it_again() -> None:
 
 
 def test_rules_for_a_pipeline_do_not_answer_before_the_stage_is_known() -> None:
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=64,
-        num_attention_heads=4,
-        pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.bfloat16,
-    )
-    recipe = quant_recipe.compile_rules(ModuleRules(regions=SHAPES["edges before rules"]), config)
+    recipe = quant_recipe.compile_rules(ModuleRules(regions=SHAPES["edges before rules"]), two_stages())
     assert not recipe.compiled
     with pytest.raises(Refused, match="enter_chunk"):
         recipe.match(MatchContext("decoder.layers.0.mlp.linear_fc1", None))
@@ -224,21 +181,12 @@ def test_rules_for_a_pipeline_do_not_answer_before_the_stage_is_known() -> None:
 
 
 def test_rules_for_a_pipeline_are_compiled_when_ranks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=64,
-        num_attention_heads=4,
-        pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.bfloat16,
-    )
-    recipe = quant_recipe.compile_rules(
-        ModuleRules(regions=(Region(first=3), Region(modules="mlp.*"), Region(quant=BASE))), config
-    )
+    rules = ModuleRules(regions=(Region(first=3), Region(modules="mlp.*"), Region(quant=BASE)))
+    recipe = quant_recipe.compile_rules(rules, two_stages())
     monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(quant_recipe.parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
-    assert [
-        recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) is not None for local in (0, 1)
-    ] == [False, True]
+    found = [recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) for local in (0, 1)]
+    assert [one is not None for one in found] == [False, True]
 
 
 def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> None:
