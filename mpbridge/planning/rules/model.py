@@ -7,6 +7,7 @@ from mpbridge.common.formats import DType, say
 from mpbridge.common.versions import Window
 from mpbridge.planning.memory.ranks import stage_chunks, undivided
 from mpbridge.planning.rules.base import ARGUMENTS, MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, row, warning
+from mpbridge.planning.rules.construction import scopes
 
 _OTHER_MODELS = (
     "heterogeneous_block_specs", "hybrid_context_parallel", "experimental_attention_variant", "use_kitchen", "use_kitchen_attention", "cache_mla_latents",
@@ -28,13 +29,6 @@ def _router_of_none(case: Case) -> str:
     """A legal router dtype on a model without a router."""
     value = case.model("moe_router_dtype") or (case.policy.router and case.policy.router.short)
     return f"moe_router_dtype={value} on a dense model" if value is not None and not _router(case) else ""
-
-
-def _captured(case: Case) -> tuple[str, ...]:
-    """The parts of a layer in cuda_graph_scope, without the names of an enumeration before them."""
-    scopes = case.model("cuda_graph_scope", ())
-    items = scopes.split(",") if isinstance(scopes, str) else scopes
-    return tuple(str(item).rpartition(".")[2] for item in items) if isinstance(items, (list, tuple)) else ()
 
 
 def _quantized_experts(case: Case) -> bool:
@@ -97,11 +91,11 @@ RULES: tuple[Rule, ...] = (
     row("router-padding-in-a-graph", "moe_router_padding_for_fp8 with a captured moe_preprocess",
         "no synchronising copies in a captured step",
         "remove moe_preprocess from model.cuda_graph_scope",
-        when=lambda c: c.model("moe_router_padding_for_fp8") and c.model("cuda_graph_impl", "none") != "none" and "moe_preprocess" in _captured(c)),
+        when=lambda c: c.model("moe_router_padding_for_fp8") and c.model("cuda_graph_impl", "none") != "none" and "moe_preprocess" in scopes(c)),
     row("nan-check-in-a-graph", "check_for_nan_in_grad with a captured iteration",
         "no host-side check inside a captured iteration",
         "ddp.check_for_nan_in_grad=false", ARGUMENTS,
-        when=lambda c: c.ddp("check_for_nan_in_grad") and "full_iteration" in _captured(c)),
+        when=lambda c: c.ddp("check_for_nan_in_grad") and "full_iteration" in scopes(c)),
     row("experts-in-fp8-need-newer-engine", "FP8 experts with Transformer Engine {c.run.versions.transformer_engine}",
         "1.7 or later, with grouped GEMM 1.11",
         "upgrade Transformer Engine",

@@ -303,6 +303,12 @@ def test_processes_of_a_played_gpu_talk_by_gloo(played):
     assert ("interleaved-pipeline-on-gloo" in ids(broken(*case(parallel=VPP, played=played)))) is played
 
 
+def test_scopes_of_graphs_are_read_in_their_new_spelling_too():
+    settings = {name: value for name, value in GRAPH.items() if name != "cuda_graph_scope"}
+    run = {"shape": MOE, "model": settings | {"cuda_graph_modules": ["moe_preprocess"]}, "versions": NEWER}
+    assert "router-padding-in-a-graph" in ids(broken(*case("fp8_cs", **run)))
+
+
 def test_globs_that_freeze_adapters_alone_freeze_nothing():
     found = broken(*case(config={"frozen": ["*", "*.adapter.*"]}, shape=LORA))
     said = [one.found for one in found if one.rule == "keep-fp32-matches-nothing"]
