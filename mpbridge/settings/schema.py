@@ -173,10 +173,7 @@ _PLAIN: Mapping[str, Callable[[Any], tuple[bool, Any]]] = {
         isinstance(value, (list, tuple)),
         list(value) if isinstance(value, (list, tuple)) else value,
     ),
-    "object": lambda value: (
-        value is not None and not isinstance(value, (str, int, float, list, tuple, dict)),
-        value,
-    ),
+    "object": lambda value: (value is not None and not isinstance(value, (str, int, float, list, tuple, dict)), value),
 }
 """Types that can be checked from the value alone: (whether it is one, the value in canonical form)."""
 
