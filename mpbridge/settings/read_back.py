@@ -16,9 +16,8 @@ from mpbridge.settings.sections import OWN
 
 def _expected(section: str) -> tuple[str, ...]:
     """Names of the classes whose objects are accepted for a section."""
-    if section in CLASSES:
-        return (CLASSES[section], LATENT) if section == "model" else (CLASSES[section],)
-    return (OWN[section].__name__,) if section in OWN else ()
+    cls = CLASSES[section] if section in CLASSES else OWN[section].__name__
+    return (cls, LATENT) if section == "model" else (cls,)
 
 
 def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]:
@@ -32,13 +31,9 @@ def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]
     if isinstance(value, Mapping):
         return value
     if section in OWN and isinstance(value, OWN[section]):
-        return {
-            f.name: getattr(value, f.name)
-            for f in dataclasses.fields(OWN[section])
-            if getattr(value, f.name) != f.default
-        }
-    names = {cls.__name__ for cls in type(value).__mro__}
-    expected = _expected(section)
+        fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(OWN[section])}
+        return {name: now for name, (now, default) in fields.items() if now != default}
+    names, expected = {cls.__name__ for cls in type(value).__mro__}, _expected(section)
     if not names & set(expected) or section in OWN:
         faults.append(f"{section} is a {type(value).__name__}: expected a mapping or a {' or '.join(expected)}")
         return {}
@@ -66,13 +61,8 @@ def _written(section: str, value: Any, faults: list[str], *, latent: bool) -> di
     for old, new in REPLACED.items():
         if old in out and new in out:
             del out[old]
-    for row in TABLE:
-        if (
-            row.target == section
-            and row.follows
-            and row.field in out
-            and out[row.field] == getattr(value, row.follows, None)
-        ):
+    for row in (row for row in TABLE if row.target == section and row.follows and row.field in out):
+        if out[row.field] == getattr(value, str(row.follows), None):
             del out[row.field]  # megatron-core filled it
     return out
 

@@ -20,18 +20,11 @@ from mpbridge.precision.megatron_spec.versions import current, nearest
 from mpbridge.settings.sections import GPT, LIMITS, OWN, WORDS
 
 SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger", "audit")
-ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
-    {
-        "gelu": "torch.nn.functional:gelu",
-        "silu": "torch.nn.functional:silu",
-        "relu": "torch.nn.functional:relu",
-        "squared_relu": "megatron.core.activations:squared_relu",
-        "quick_gelu": "megatron.core.fusions.fused_bias_geglu:quick_gelu",
-    }
-)
+ACTIVATIONS: Mapping[str, str] = types.MappingProxyType({
+    **{name: f"torch.nn.functional:{name}" for name in ("gelu", "silu", "relu")},
+    "squared_relu": "megatron.core.activations:squared_relu", "quick_gelu": "megatron.core.fusions.fused_bias_geglu:quick_gelu",
+})  # fmt: skip
 """Names for `activation_func` -> import path of the function; SwiGLU is silu with gated_linear_unit."""
-
-
 NULL: Mapping[str, tuple[str, ...]] = types.MappingProxyType({"model.q_lora_rank": ("null",)})
 """Settings that may be null although megatron-core's annotation does not allow it: queries without a low-rank projection (multi_latent_attention.py)."""
 
@@ -46,19 +39,12 @@ class Setting:
 
     def expected(self) -> str:
         """The legal values, as text."""
+        choices = ", ".join(map(str, self.choices))
         words = {
-            "choice": "one of " + ", ".join(map(str, self.choices)),
-            "dtype": "a dtype",
-            "bool": "true or false",
-            "float": "a finite number",
-            "int": "a whole number",
-            "str": "text",
-            "object": "an object given in Python",
-            "list[choice]": "a list of " + ", ".join(map(str, self.choices))
-            if "choice" not in self.types
-            else "a list of them",
+            "choice": f"one of {choices}", "list[choice]": "a list of " + ("them" if "choice" in self.types else choices), "dtype": "a dtype",
+            "bool": "true or false", "float": "a finite number", "int": "a whole number", "str": "text", "object": "an object given in Python",
             "activation": f"one of {', '.join(ACTIVATIONS)} or a function given in Python",
-        }
+        }  # fmt: skip
         return " or ".join(words.get(name, name.replace("list[", "a list of ").rstrip("]")) for name in self.types)
 
 
@@ -121,20 +107,18 @@ def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[
         where = f"{section}.{name}"
         if name not in known:
             strange += 1
-            if strange > MOST_NAMED:
-                continue
-            faults.append(f"{where}={_short(value)}: {_unknown(section, str(name), known)}")
+            if strange <= MOST_NAMED:
+                faults.append(f"{where}={_short(value)}: {_unknown(section, str(name), known)}")
             continue
         try:
-            plain = fit(known[name], value)
+            plain, limit = fit(known[name], value), LIMITS.get(where)
         except BadValue as error:
             faults.append(f"{where}={error}")
             continue
-        limit = LIMITS.get(where)
         if limit is not None and isinstance(plain, (int, float)) and not limit.holds(plain):
             faults.append(f"{where}={value}: expected a number {limit}")
-            continue
-        out[name] = plain
+        else:
+            out[name] = plain
     if strange > MOST_NAMED:
         faults.append(f"{section}: {strange - MOST_NAMED:,} further unknown settings")
     return out
@@ -169,10 +153,7 @@ _PLAIN: Mapping[str, Callable[[Any], tuple[bool, Any]]] = {
     "int": _whole,
     "float": _real,
     "str": lambda value: (isinstance(value, str), value),
-    "list": lambda value: (
-        isinstance(value, (list, tuple)),
-        list(value) if isinstance(value, (list, tuple)) else value,
-    ),
+    "list": lambda value: (True, list(value)) if isinstance(value, (list, tuple)) else (False, value),
     "object": lambda value: (value is not None and not isinstance(value, (str, int, float, list, tuple, dict)), value),
 }
 """Types that can be checked from the value alone: (whether it is one, the value in canonical form)."""
@@ -217,10 +198,8 @@ def _activation(value: Any) -> tuple[bool, Any]:
     if not isinstance(name, str) or name not in ACTIVATIONS:
         return callable(value), value
     # torch.nn.functional.gelu is a builtin that does not name its module
-    librarys = (
-        str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))
-        or type(value).__name__ == "builtin_function_or_method"
-    )
+    builtin = type(value).__name__ == "builtin_function_or_method"
+    librarys = builtin or str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))
     return True, name if not callable(value) or librarys else value
 
 
@@ -231,10 +210,8 @@ def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
     if section == "model" and name in upstream_class("model", latent=True):
         return "needs model.multi_latent_attention=true"
     error = UnknownName(f"setting in {section}", name, known)
-    # listing a hundred names does not help
-    return (
-        str(error) if error.near or len(known) < 20 else f"no setting in {section} named {name!r}, and no similar name"
-    )
+    alone = f"no setting in {section} named {name!r}, and no similar name"  # listing a hundred does not help
+    return str(error) if error.near or len(known) < 20 else alone
 
 
 def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -254,9 +231,8 @@ def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _short(value: Any) -> str:
     if isinstance(value, DType):
         return value.short
-    text = (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
-    )
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -13,6 +13,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 
+_SIZES: Mapping[str, str] = MappingProxyType({
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads", "ffn_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size", "max_sequence_length": "max_position_embeddings",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One value of model_type."""
@@ -40,10 +46,15 @@ class Family:
     """Module of shared experts; '': none."""
     outside: tuple[str, str] = ("model.embed_tokens", "model.norm")
     """The embedding and the last norm; layers stand beside them."""
-    sizes: Mapping[str, str] = field(default_factory=dict)
-    """Of a hybrid with Mamba layers: setting of the model section -> field of config.json."""
+    sizes: Mapping[str, str] = field(default_factory=lambda: _SIZES)
+    """Setting of the model section -> field of config.json."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' values for omitted fields."""
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether it has Mamba layers: a pattern then says which."""
+        return "num_layers" not in self.sizes
 
 
 _EPSILON = MappingProxyType({"rms_norm_eps": 1e-6})
@@ -55,8 +66,6 @@ def _and(**more: Any) -> Mapping[str, Any]:
 
 _MAMBA_NAMES = ("backbone.embeddings", "backbone.norm_f")
 _MAMBA_SIZES = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "mamba_num_groups": "n_groups"}
-
-
 FAMILIES: Mapping[str, Family] = MappingProxyType({
     family.name: family
     for family in (
@@ -147,6 +156,10 @@ class ConfigFields:
         else:
             return value
         return least
+
+    def size_or(self, name: str, default: Any, *, least: int = 1) -> Any:
+        """`size`, or the default where the field is omitted or null."""
+        return self.size(name, least=least) if self.has(name) else default
 
     def number(self, name: str, default: float = 0.0, *, least: float = 0.0) -> float:
         """A finite number from `least`."""
