@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-
 _SIZES: Mapping[str, str] = MappingProxyType({
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads", "ffn_hidden_size": "intermediate_size",
     "vocab_size": "vocab_size", "max_sequence_length": "max_position_embeddings",
