@@ -13,35 +13,18 @@ from mpbridge.common.errors import DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import deepspeed
+from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
 from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
 from mpbridge.interop.stacks.reading import Reader, raise_faults
-from mpbridge.interop.stacks.sharded_torch import (
-    SPELL,
-    TORCH_SCALER,
-    TORCHAO,
-    commented,
-    environment,
-    fields_of,
-    filter_lines,
-    noted,
-    output_layer,
-    quant_fields,
-    regions_there,
-    scaler_arguments,
-    torch_meaning,
-    torch_scaler,
-)
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 
 NAME = "accelerate"
 VERSIONS = {"1.15": "1.15.0"}
-DEFAULT_VERSION = "1.15"
 SCALINGS = {"delayed": "TERecipeKwargs", "mxfp8": "TERecipeKwargs", "tensorwise": "AORecipeKwargs"}
 EXPERTS = "only torch.nn.Linear is converted, which can include the router; experts in 3-D parameters stay as they are"
-"""What happens to the experts of a mixture."""
 DELAYED = "most_recent cannot be set: it is accelerate's default, which accelerate drops, and Transformer Engine's default is max; the rest are TE's defaults"
 
 
@@ -51,28 +34,28 @@ def export(request: Request) -> Export:
     theirs = _nearest(policy)
     quant = theirs.regions[-1].quant
     by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
-    lines = output_layer(quant if by_te else None, "accelerate's convert_model")
-    theirs = noted(theirs, lines)
+    lines = native.output_layer(quant if by_te else None, "accelerate's convert_model")
+    theirs = native.noted(theirs, lines)
     more = {"quantization": DELAYED} if quant is not None and quant.row.history else {}
-    code = Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs)))
-    return exported(request, NAME, theirs, [code, *environment([quant] if quant else ())], lines, more)
+    code = Fragment(name="python", text=native.commented(NAME, theirs, _python(policy, theirs)))
+    return exported(request, NAME, theirs, [code, *native.environment([quant] if quant else ())], lines, more)
 
 
 def _nearest(policy: PrecisionPolicy) -> Meaning:
     quant = policy.quant
-    words = {"tensorwise": TORCHAO["tensorwise"]}
+    words = {"tensorwise": native.TORCHAO["tensorwise"]}
     if quant is not None and quant.scaling == "mxfp8":
         words["mxfp8"] = Quant(format="e4m3", scaling="mxfp8", options=quant.options)
     if quant is not None and quant.scaling == "delayed":
         words["delayed"] = as_run(quant)
-    regions = regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
-    theirs = torch_meaning(policy, hands_on=True, regions=regions)
+    regions = native.regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
+    theirs = native.torch_meaning(policy, hands_on=True, regions=regions)
     if _by_ddp(policy):
-        theirs = torch_meaning(policy, autocast=True)
+        theirs = native.torch_meaning(policy, autocast=True)
         theirs = dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
     if _mode(theirs) != "fp16":
         return theirs
-    return dataclasses.replace(theirs, loss_scale=torch_scaler(policy.loss_scale, policy))
+    return dataclasses.replace(theirs, loss_scale=native.torch_scaler(policy.loss_scale, policy))
 
 
 def _by_ddp(policy: PrecisionPolicy) -> bool:
@@ -102,12 +85,12 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
     quant, scale, sharded = theirs.regions[-1].quant, theirs.loss_scale, theirs.sharded != "nothing"
     used = () if quant is None else (SCALINGS[quant.scaling],)
     handlers = [] if quant is None else [_handler(quant)]
-    handlers += [] if scale is None else [f"GradScalerKwargs({scaler_arguments(scale)})"]
+    handlers += [] if scale is None else [f"GradScalerKwargs({native.scaler_arguments(scale)})"]
     ao = used == ("AORecipeKwargs",)
     plugin = [
         "plugin = FullyShardedDataParallelPlugin(", "    fsdp_version=2,", "    mixed_precision_policy=MixedPrecisionPolicy(",
-        f"        param_dtype=torch.{SPELL[theirs.compute]}, reduce_dtype=torch.{SPELL[theirs.wire]},"
-        f" output_dtype=torch.{SPELL[theirs.output or theirs.compute]},", "    ),", ")",
+        f"        param_dtype=torch.{theirs.compute.value}, reduce_dtype=torch.{theirs.wire.value},"
+        f" output_dtype=torch.{(theirs.output or theirs.compute).value},", "    ),", ")",
     ]  # fmt: skip
     arguments = [f'mixed_precision="{_mode(theirs)}"', *(["fsdp_plugin=plugin"] if sharded else ())]
     arguments += [f"kwargs_handlers=[{', '.join(handlers)}]"] if handlers else []
@@ -116,8 +99,8 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
         *(["from torch.distributed.fsdp import MixedPrecisionPolicy"] if sharded else ()),
         *(f"from accelerate.utils import {name}" for name in used), *(["from torchao.float8 import Float8LinearConfig"] if ao else ()),
         *(["from accelerate.utils import GradScalerKwargs"] if scale is not None else ()), "",
-        *(filter_lines(policy, "model.config.num_hidden_layers") if ao else ()),
-        f"model.to(torch.{SPELL[theirs.storage]})", *(plugin if sharded else ()), f"accelerator = Accelerator({', '.join(arguments)})",
+        *(native.filter_lines(policy, "model.config.num_hidden_layers") if ao else ()),
+        f"model.to(torch.{theirs.storage.value})", *(plugin if sharded else ()), f"accelerator = Accelerator({', '.join(arguments)})",
     ])  # fmt: skip
 
 
@@ -191,10 +174,10 @@ def read_data(data: Any, *, version: str) -> Imported:
     if kind == "DEEPSPEED":
         meaning, fields = _deepspeed(read, word)
         meaning = with_quant(meaning, quant)
-        fields = {**fields, **quant_fields(meaning.regions)}
+        fields = {**fields, **native.quant_fields(meaning.regions)}
     else:
         meaning = with_quant(_meaning(read, word, kind), quant)
-        fields = fields_of(meaning, read)
+        fields = native.fields_of(meaning, read)
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     return imported(read, NAME, version, meaning, fields, engine=engine)
 
@@ -209,7 +192,7 @@ def _meaning(read: Reader, word: str, kind: str) -> Meaning:
     read.cannot(text, word == "no" and backend != "NO")
     return updated_itself(
         DType.FP32, base, base if sharded else DType.FP32, autocast=None if word == "no" or second else base,
-        sharded="everything" if sharded and (second or not whole) else "nothing", loss_scale=TORCH_SCALER if word == "fp16" else None,
+        sharded="everything" if sharded and (second or not whole) else "nothing", loss_scale=native.TORCH_SCALER if word == "fp16" else None,
     )  # fmt: skip
 
 

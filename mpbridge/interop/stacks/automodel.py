@@ -12,27 +12,16 @@ from typing import Any
 from mpbridge.common.errors import brief, cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
 from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
 from mpbridge.interop.stacks.reading import Reader
-from mpbridge.interop.stacks.sharded_torch import (
-    BY_TORCHAO,
-    SPELL,
-    TORCHAO,
-    environment,
-    fields_of,
-    left_out,
-    output_layer,
-    regions_there,
-    torch_meaning,
-)
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 
 NAME = "automodel"
 VERSIONS = {"main": "36044ad3"}
-DEFAULT_VERSION = "main"
 TE_FP8 = {
     "block": Quant(format="e4m3", scaling="blockwise"),
     "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
@@ -41,7 +30,6 @@ TE_FP8 = {
 """Value of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its defaults; every linear is converted, including the output layer."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 EXPERTS = "neither te_fp8 with model.backend.linear nor fp8 covers them; model.backend.experts decides their GEMMs"
-"""What happens to the experts of a mixture."""
 
 
 def export(request: Request) -> Export:
@@ -49,9 +37,11 @@ def export(request: Request) -> Export:
     import yaml
 
     policy = request.policy
-    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}  # fp8.recipe_name
+    by_torchao = {quant.scaling: quant for quant in native.TORCHAO.values()}  # fp8.recipe_name
     by_te = {quant.scaling: quant for quant in TE_FP8.values() if quant.scaling not in by_torchao}
-    theirs = torch_meaning(policy, fused_adam=True, hands_on=True, regions=regions_there(policy, by_te | by_torchao))
+    theirs = native.torch_meaning(
+        policy, fused_adam=True, hands_on=True, regions=native.regions_there(policy, by_te | by_torchao)
+    )
     if request.main_weights == "wrapper":  # which keeps whole FP32 weights itself
         settled = policy.settled()
         main = DType.FP32 if settled.mixed else None
@@ -71,12 +61,12 @@ def export(request: Request) -> Export:
         theirs = dataclasses.replace(theirs, regions=(Region(quant=quant),))
     sections = _sections(request, theirs, left)
     theirs = dataclasses.replace(read_data(sections, version=request.version).meaning, regions=theirs.regions)
-    lines = [*output_layer(quant if quant is not None and quant.scaling in by_te else None, "te_fp8")]
+    lines = [*native.output_layer(quant if quant is not None and quant.scaling in by_te else None, "te_fp8")]
     if theirs.router is not None:
         text = "model.backend.gate_precision is read by AutoModel's own implementations of models, not by those of transformers"
         lines.append(Line(fidelity="exact", fact="router", text=text))
     piece = Fragment(name="recipe.yaml", text=yaml.safe_dump(sections, sort_keys=False).rstrip())
-    return exported(request, NAME, theirs, [piece, *environment([quant] if quant else ())], lines, more)
+    return exported(request, NAME, theirs, [piece, *native.environment([quant] if quant else ())], lines, more)
 
 
 def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, ...], list[str]]:
@@ -91,7 +81,7 @@ def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, 
 
 
 def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, Any]:
-    storage = {"torch_dtype": SPELL[theirs.storage]}
+    storage = {"torch_dtype": theirs.storage.value}
     sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(request, theirs)}
     if request.main_weights == "wrapper":
         reduces = theirs.wire is DType.FP32
@@ -102,13 +92,13 @@ def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, A
         }
     else:  # all four keys are written: a policy that names some of them replaces the whole default
         policy = {
-            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": SPELL[theirs.compute], "reduce_dtype": SPELL[theirs.wire],
-            "output_dtype": SPELL[theirs.output or theirs.compute], "cast_forward_inputs": True,
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": theirs.compute.value, "reduce_dtype": theirs.wire.value,
+            "output_dtype": (theirs.output or theirs.compute).value, "cast_forward_inputs": True,
         }  # fmt: skip
         sections["distributed"] = {"strategy": "fsdp2", "mp_policy": policy}
     quant = theirs.regions[-1].quant
     if quant is not None and left:
-        sections["fp8"] = {"enabled": True, "recipe_name": BY_TORCHAO[quant.scaling][0], "filter_fqns": left}
+        sections["fp8"] = {"enabled": True, "recipe_name": native.BY_TORCHAO[quant.scaling][0], "filter_fqns": left}
     elif quant is not None:
         word = next(word for word, one in TE_FP8.items() if one.scaling == quant.scaling)
         sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": word}}
@@ -151,7 +141,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         ("inert", cast is not None and wrapped is None, "distributed.autocast_dtype: no recipe of an autoregressive language model reads it"),
         ("cannot_express", "peft" in data, "peft: only adapters are trained"),
     )  # fmt: skip
-    fields = fields_of(meaning, read)
+    fields = native.fields_of(meaning, read)
     if fields and gate is not None:
         fields["moe_router_dtype"] = gate.short
     return imported(
@@ -266,7 +256,7 @@ def _ends(read: Reader) -> tuple[int, int] | None:
     if read.at("model.backend.te_fp8") is not None:
         read.cannot("model.backend.te_fp8: the output layer is quantized too; here it never is")
         return None
-    return left_out(read.at("fp8.filter_fqns"), "fp8.filter_fqns", read)
+    return native.left_out(read.at("fp8.filter_fqns"), "fp8.filter_fqns", read)
 
 
 def _quant(read: Reader) -> Quant | None:
@@ -285,9 +275,9 @@ def _quant(read: Reader) -> Quant | None:
     if name in ("rowwise", "rowwise_with_gw_hp"):
         for key in ignored:
             read.note("inert", f"fp8.{key}: ignored with recipe_name {name}", read.flag(f"fp8.{key}"))
-        return TORCHAO[str(name)]
-    known = f"fp8.recipe_name={name}: torchao has {', '.join([*TORCHAO][:-1])} and {[*TORCHAO][-1]}; described as tensorwise"
+        return native.TORCHAO[str(name)]
+    known = f"fp8.recipe_name={name}: torchao has {', '.join([*native.TORCHAO][:-1])} and {[*native.TORCHAO][-1]}; described as tensorwise"
     read.cannot(known, name not in (None, "tensorwise"))
     gathers = read.flag("fp8.enable_fsdp_float8_all_gather")
     read.cannot("fp8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage", gathers)
-    return TORCHAO["tensorwise"]
+    return native.TORCHAO["tensorwise"]

@@ -12,17 +12,8 @@ from mpbridge.common.errors import cut
 from mpbridge.common.facts import ADAMS
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, MainWeights, engine_names, traits
-from mpbridge.interop.stacks.meaning import (
-    LAYOUT,
-    OPEN,
-    STATED,
-    Meaning,
-    arithmetic_regions,
-    differences,
-    of_policy,
-    stored,
-)
-from mpbridge.interop.stacks.optimizers import ADAM, MOMENTS, NOT_SAID, Trained, optimizer_named
+from mpbridge.interop.stacks.meaning import LAYOUT, OPEN, STATED, Meaning, arithmetic_of, differences, of_policy, stored
+from mpbridge.interop.stacks.optimizers import MOMENTS, NOT_SAID, Trained, optimizer_named
 from mpbridge.interop.stacks.reasons import cost, reasons
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.schema import records
@@ -84,9 +75,8 @@ class Request:
         apart = self.run is not None and self.main_weights == "megatron_core"
         whole = apart and not (self.run.facts.optimizer.distributed or self.optimizer == "dist_muon")
         meaning = of_policy(self.policy, engine=self.engine, sharded="nothing" if whole else None)
-        return dataclasses.replace(
-            meaning, optimizer=optimizer_named(self.optimizer, momentum=bool(self.updates.get("sgd_momentum")))
-        )
+        optimizer = optimizer_named(self.optimizer, momentum=bool(self.updates.get("sgd_momentum")))
+        return dataclasses.replace(meaning, optimizer=optimizer)
 
     @property
     def optimizer(self) -> str:
@@ -172,19 +162,19 @@ def updated_by(
     name: as its setting has it, or None. where: that setting. momentum: of optimizers that keep none where it is 0 or not said.
     trained: a Megatron's, whose code trains here too.
     """
-    assumed = tuple(line for line in found.assumed if line != NOT_SAID)
     if not name:
-        more = (NOT_SAID,) if found.meaning.optimizer == ADAM else ()
-        return dataclasses.replace(found, assumed=(*assumed, *more))
-    optimizer = optimizer_named(str(name), momentum=momentum not in _NONE)
-    lines = (f"{where}={cut(name)}: {optimizer.note}",) if optimizer.note else ()
-    here = {} if trained is None else trained.here
-    meaning = dataclasses.replace(found.meaning, optimizer=optimizer)
+        return dataclasses.replace(found, assumed=(*found.assumed, NOT_SAID))
+    optimizer, here = (
+        optimizer_named(str(name), momentum=momentum not in _NONE),
+        {} if trained is None else trained.here,
+    )
+    said, meaning = f"{where}={cut(name)}", dataclasses.replace(found.meaning, optimizer=optimizer)
     if here:
-        text = f"{where}={cut(name)}: the run's, not the recipe's: optimizer.optimizer={here['optimizer']} here"
-        text = "; ".join(filter(None, (text, optimizer.note)))
-        return dataclasses.replace(found, meaning=meaning, assumed=(*assumed, text), run=here)
-    return dataclasses.replace(found, meaning=meaning, assumed=assumed, cannot_express=(*found.cannot_express, *lines))
+        text = f"{said}: the run's, not the recipe's: optimizer.optimizer={here['optimizer']} here"
+        text += f"; {optimizer.note}" if optimizer.note else ""
+        return dataclasses.replace(found, meaning=meaning, assumed=(*found.assumed, text), run=here)
+    lines = (f"{said}: {optimizer.note}",) if optimizer.note else ()
+    return dataclasses.replace(found, meaning=meaning, cannot_express=(*found.cannot_express, *lines))
 
 
 def engine_with(main_weights: MainWeights) -> str:
@@ -202,7 +192,7 @@ def compared(
     costs = reasons(stack, theirs) | dict(more)
     # what mpbridge leaves to the model is not a promise that another stack could break
     ignore = [name for name in OPEN if getattr(ours, name) is None]
-    found = list(_regions_lost(ours, theirs, costs))
+    found = [*_regions_lost(ours, theirs, costs)]
     if ours.optimizer.name != theirs.optimizer.name:
         text = f"{ours.optimizer.name} here, {theirs.optimizer.name} there: {costs['optimizer']}"
         found.append(Line(fidelity="impossible", fact="optimizer", text=text))
@@ -232,14 +222,18 @@ def _fidelity(row: str, ours: Meaning, theirs: Meaning) -> Fidelity:
 
 def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> Iterator[Line]:
     """Rules by module, edge layers and the quantization of all other linears, as far as they differ there."""
-    mine, there = arithmetic_regions(ours.regions), arithmetic_regions(theirs.regions)
+    mine, there = arithmetic_of(ours.regions), arithmetic_of(theirs.regions)
     base, other = mine[-1], there[-1]
     for region in mine[:-1]:
         # without quantization there is nothing that layers at the ends could be left out of
         if region in there or (region.ends and not any(one.rules.distinct for one in there)):
             continue
         fact, kind = ("edge layers", "different") if region.ends else ("modules", "impossible")
-        text = f"{region_text(region)}: {region_rule(region)} here, {_instead(region, there)} there"
+        # what its linears get there: the rule of a narrower edge region, or of all linears
+        narrower = next(
+            (f"only {region_text(one)}" for one in there[:-1] if region.ends and one.ends), region_rule(other)
+        )
+        text = f"{region_text(region)}: {region_rule(region)} here, {narrower} there"
         yield Line(fidelity=kind, fact=fact, text=text + (f": {costs[fact]}" if fact in costs else ""))  # type: ignore[arg-type]
     if base.rules != other.rules:
         nearest, price = costs.get("quantization", ""), cost("quantization", ours, theirs)
@@ -254,9 +248,3 @@ def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> I
     if other.rules.distinct and stored(ours.regions) != stored(theirs.regions):
         text = f"{stored(ours.regions)} here, {stored(theirs.regions)} there ({cost('stored', ours, theirs)})"
         yield Line(fidelity="layout", fact="stored", text=text)
-
-
-def _instead(region: Region, there: tuple[Region, ...]) -> str:
-    """The rule for the linears of a lost region: that of a narrower edge region, or of all linears."""
-    edges = [one for one in there[:-1] if region.ends and one.ends]
-    return "only " + region_text(edges[0]) if edges else region_rule(there[-1])

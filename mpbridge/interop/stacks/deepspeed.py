@@ -22,7 +22,6 @@ from mpbridge.precision.policy import LossScale, PrecisionPolicy
 
 NAME = "deepspeed"
 VERSIONS = {"0.19": "0.19.8"}
-DEFAULT_VERSION = "0.19"
 OVERFLOW = (
     "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"
 )

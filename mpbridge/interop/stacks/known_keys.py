@@ -54,12 +54,8 @@ def imported(
     notes: dict[str, Any] = {kind: tuple(lines) for kind, lines in read.notes.items()}
     found = Imported(stack=stack, version=version, fields=fields, engine=engine, meaning=meaning, **notes)
     found = updated_by(found, optimizer, where, momentum=momentum, trained=trained)
-    sections = known(stack)
-    unknown, other, open_ = [*found.unknown], [*found.other], [*found.assumed]
-    cannot, low = (
-        [*found.cannot_express],
-        "8-bit moments are not modelled: the moments and bytes shown are those of full ones",
-    )
+    sections, low = known(stack), "8-bit moments are not modelled: the moments and bytes shown are those of full ones"
+    unknown, other, open_, cannot = [*found.unknown], list[str](), list[str](), [*found.cannot_express]
     said = " ".join((*found.unknown, *found.inert, *found.cannot_express))
     for path, value in _leaves(read.data):
         place = cut(f"{under}.{path}" if under else path)
@@ -75,21 +71,17 @@ def imported(
             open_.append(f"{place}={cut(value)}: concerns precision, but decides nothing that is read here")
         else:
             other.append(place)
-    if len(open_) - len(found.assumed) > MANY:
-        names = ", ".join(line.partition("=")[0] for line in open_[len(found.assumed) :])
-        open_ = [*found.assumed, f"{names}: concern precision, but decide nothing that is read here"]
+    if len(open_) > MANY:
+        names = ", ".join(line.partition("=")[0] for line in open_)
+        open_ = [f"{names}: concern precision, but decide nothing that is read here"]
     autos = {path: f"{path}=auto: filled in by the launcher (Trainer, accelerate)" for path, _ in read.autos}
     decide = [path for path, text in read.autos if PRECISION.search(path) and text in ("on", "off")]
     open_ += [f"{autos[path]}; assumed to be {text}" for path, text in read.autos if path not in decide]
     return dataclasses.replace(
-        found,
-        undecided=(*found.undecided, *(f"{autos[path]}: say true or false" for path in decide)),
-        cannot_express=tuple(cannot),
-        unknown=tuple(dict.fromkeys(unknown)),
-        other=tuple(dict.fromkeys(other)),
-        in_force=(*found.in_force, *in_force(read.silent, under)),
-        assumed=tuple(dict.fromkeys(open_)),
-    )
+        found, undecided=(*found.undecided, *(f"{autos[path]}: say true or false" for path in decide)), cannot_express=tuple(cannot),
+        unknown=tuple(dict.fromkeys(unknown)), other=tuple(dict.fromkeys(other)), in_force=in_force(read.silent, under),
+        assumed=tuple(dict.fromkeys((*found.assumed, *open_))),
+    )  # fmt: skip
 
 
 def unknown_of(stack: str, section: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -14,30 +14,18 @@ from mpbridge.common.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import deepspeed
+from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
 from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, Sharded, updated_itself, with_quant
 from mpbridge.interop.stacks.reading import Reader, raise_faults
-from mpbridge.interop.stacks.sharded_torch import (
-    SPELL,
-    TORCH_SCALER,
-    commented,
-    environment,
-    fields_of,
-    noted,
-    output_layer,
-    scale_fields,
-    torch_meaning,
-)
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 
 NAME = "lightning"
 VERSIONS = {"2.6": "2.6.6"}
-DEFAULT_VERSION = "2.6"
 SCALINGS = {"delayed": "TransformerEnginePrecision"}
 EXPERTS = "only torch.nn.Linear is replaced, which can include the router; experts in 3-D parameters stay as they are"
-"""What happens to the experts of a mixture."""
 _CLASSES = {
     "TransformerEnginePrecision": "lightning.pytorch.plugins.precision",
     "FSDPStrategy": "lightning.pytorch.strategies",
@@ -54,16 +42,16 @@ def export(request: Request) -> Export:
     if "plugins" in said and policy.quant is not None:  # options that only the environment tells
         theirs = dataclasses.replace(theirs, regions=(Region(quant=dataclasses.replace(policy.quant, stored=False)),))
     quant = theirs.regions[-1].quant
-    lines = output_layer(quant, "the plugin")
-    theirs = noted(theirs, lines)
-    code = Fragment(name="python", text=commented(NAME, theirs, _code(said)))
-    return exported(request, NAME, theirs, [code, *environment([quant] if quant else ())], lines)
+    lines = native.output_layer(quant, "the plugin")
+    theirs = native.noted(theirs, lines)
+    code = Fragment(name="python", text=native.commented(NAME, theirs, _code(said)))
+    return exported(request, NAME, theirs, [code, *native.environment([quant] if quant else ())], lines)
 
 
 def _trainer(policy: PrecisionPolicy) -> dict[str, Any]:
     """The trainer's arguments as its YAML has them. FSDP gathers parameters in the compute dtype; the FP8 plugin's data parallelism is torch's DDP."""
-    full, quant = torch_meaning(policy), policy.quant
-    storage, compute, wire = (f"torch.{SPELL[one]}" for one in (full.storage, full.compute, full.wire))
+    full, quant = native.torch_meaning(policy), policy.quant
+    storage, compute, wire = (f"torch.{one.value}" for one in (full.storage, full.compute, full.wire))
     if quant is not None and quant.scaling in SCALINGS:
         plugin = {"weights_dtype": storage, "fallback_compute_dtype": compute, "recipe": _recipe(quant)}
         return {"plugins": [_object(SCALINGS[quant.scaling], plugin)]}
@@ -346,20 +334,22 @@ def _meaning(said: _Settings) -> tuple[Meaning, dict[str, Any]]:
         meaning = Meaning(
             storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded=_zero(said), loss_scale=scale
         )  # fmt: skip
-        fields = {base.short: True, "grad_reduce_in_fp32": False} | ({} if scale is None else scale_fields(scale))
+        fields = {base.short: True, "grad_reduce_in_fp32": False} | (
+            {} if scale is None else native.scale_fields(scale)
+        )
         return _with_quant(said, meaning), fields
     sharded: Sharded = "everything" if said.fsdp else "nothing"
     if said.cast:
         meaning = updated_itself(base, wire=base if said.fsdp else _hooked(said), sharded=sharded)
     else:
-        wire, scale = _hooked(said), TORCH_SCALER if base is DType.FP16 else None
+        wire, scale = _hooked(said), native.TORCH_SCALER if base is DType.FP16 else None
         if said.fsdp:  # FSDPStrategy reduces in the precision's dtype unless it has a MixedPrecision
             policy = said.arguments.get("mixed_precision")
             given = policy.get("init_args", policy) if isinstance(policy, Mapping) else {}
             wire = said.read.inner(given, "strategy.mixed_precision").dtype("reduce_dtype", base) or base
         meaning = updated_itself(DType.FP32, base, wire, autocast=base, sharded=sharded, loss_scale=scale)
     meaning = _with_quant(said, meaning)
-    return meaning, {} if base is DType.FP64 else fields_of(meaning, said.read)
+    return meaning, {} if base is DType.FP64 else native.fields_of(meaning, said.read)
 
 
 def _with_quant(said: _Settings, meaning: Meaning) -> Meaning:

@@ -14,10 +14,10 @@ from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.megatron_lm_arguments import CORE, NAME, own_settings
-from mpbridge.interop.stacks.megatron_lm_arguments import DEFAULT_VERSION as DEFAULT_VERSION
 from mpbridge.interop.stacks.megatron_lm_arguments import VERSIONS as VERSIONS
 from mpbridge.interop.stacks.megatron_lm_import import read
 from mpbridge.interop.stacks.optimizers import at_ours
+from mpbridge.interop.stacks.reading import state_word
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, BEFORE_018, SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant
@@ -39,9 +39,8 @@ def export(request: Request) -> Export:
     regions = tuple(megatron_modules.regions_said(request, core=core))
     theirs = dataclasses.replace(theirs, regions=regions, softmax_fp32=policy.softmax_fp32)
     pieces += environment(policy.quants)
-    made = exported(
-        request, NAME, theirs, pieces, lines, megatron_modules.reasons(request, core), said=[*_updates(request)]
-    )
+    why = megatron_modules.reasons(request, core)
+    made = exported(request, NAME, theirs, pieces, lines, why, said=[*_updates(request)])
     unknown = request.run is None and BEFORE_017.holds(core) and any(quant.bits == 4 for quant in policy.quants)
     text = f"a model without Mamba layers: a hybrid of megatron-core {core} never enters the FP4 context (--config FILE: judged for that model)"
     return dataclasses.replace(made, assumed=(text,)) if unknown else made
@@ -67,11 +66,11 @@ def _flags(request: Request, core: str) -> Flags:
         yield "--grad-reduce-in-bf16"
     scale = policy.loss_scale
     if scale is not None and scale.static is not None:
-        yield f"--loss-scale {number(scale.static)}"
+        yield f"--loss-scale {_number(scale.static)}"
     elif scale is not None:
-        yield f"--initial-loss-scale {number(scale.initial)}"
-        yield f"--min-loss-scale {number(scale.minimum)}"
-        yield f"--loss-scale-window {number(scale.window)}"
+        yield f"--initial-loss-scale {_number(scale.initial)}"
+        yield f"--min-loss-scale {_number(scale.minimum)}"
+        yield f"--loss-scale-window {_number(scale.window)}"
         yield f"--hysteresis {scale.hysteresis}"
     quant = megatron_modules.in_core(policy.quant, request, core)
     if quant is not None:
@@ -120,7 +119,8 @@ def _optimizer(request: Request) -> Flags:
         yield "--use-precision-aware-optimizer"
         yield f"--main-grads-dtype {(policy.main_grads or DType.FP32).short}"
         yield f"--main-params-dtype {'fp16' if _narrow_main(policy) else 'fp32'}"
-        yield f"--exp-avg-dtype {_state(policy.exp_avg)} --exp-avg-sq-dtype {_state(policy.exp_avg_sq)}"
+        first, second = (state_word(state or DType.FP32) for state in (policy.exp_avg, policy.exp_avg_sq))
+        yield f"--exp-avg-dtype {first} --exp-avg-sq-dtype {second}"
     if wrapper:
         yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
         yield "--ckpt-format fsdp_dtensor"
@@ -141,10 +141,6 @@ def _updates(request: Request) -> Mapping[str, str]:
     there = own_settings(request.version)
     said = ((name, at_ours(there, name), value) for name, value in request.updates.items())
     return {name: one.flags(value) for name, one, value in said if one and one.option and one.takes(value)}
-
-
-def _state(dtype: DType | None) -> str:
-    return "fp8" if dtype is DType.UINT8 else (dtype or DType.FP32).short
 
 
 def _unsayable(request: Request) -> Iterator[Line]:
@@ -170,6 +166,6 @@ _NEAREST = {
 """Main weights that no flag expresses -> the nearest alternative."""
 
 
-def number(value: float) -> str:
-    """A number in full: 4294967296, 0.5."""
+def _number(value: float) -> str:
+    """In full: 4294967296, 0.5."""
     return str(int(value)) if value == int(value) else repr(value)

@@ -11,8 +11,6 @@ from mpbridge.common.formats import DType, dtype, say
 _ABSENT = object()
 MOST_SUGGESTED = 20
 """Unknown names of a file that are said with the nearest known one: a comparison with all of them takes milliseconds."""
-
-
 KINDS = ("inert", "contradicts", "cannot_express", "unknown", "undecided", "assumed")
 """Kinds of notes: fields of base.Imported."""
 
@@ -23,17 +21,15 @@ class Reader:
     def __init__(self, data: Mapping[str, Any], outer: Reader | None = None, under: str = "") -> None:
         """outer: a reader in whose data these stand `under` a path: faults, defaults and notes are its."""
         self.data = data
-        self.asked: set[str] = set()
-        """Paths that were read."""
-        self.whole: set[str] = set()
-        """Paths below which everything was read."""
-        self.autos: list[tuple[str, str]] = [] if outer is None else outer.autos
+        self.asked, self.whole = set[str](), set[str]()
+        """Paths that were read, and paths below which everything was read."""
+        self.autos: list[tuple[str, str]] = outer.autos if outer else []
         """Values 'auto', and the assumed values."""
-        self.faults: list[str] = [] if outer is None else outer.faults
-        self.silent: dict[str, str] = {} if outer is None else outer.silent
+        self.faults: list[str] = outer.faults if outer else []
+        self.silent: dict[str, str] = outer.silent if outer else {}
         """Paths of settings that were asked for and are not said -> the stack's own value, which decides then."""
-        self.notes: dict[str, list[str]] = {kind: [] for kind in KINDS} if outer is None else outer.notes
-        self.under: str = "" if outer is None else f"{outer.under}{under}." if under else outer.under
+        self.notes: dict[str, list[str]] = outer.notes if outer else {kind: [] for kind in KINDS}
+        self.under: str = (outer.under if outer else "") + (f"{under}." if under else "")
 
     @classmethod
     def of(cls, data: Any, what: str) -> Reader:
@@ -137,17 +133,15 @@ class Reader:
         if value == "auto":
             self.autos.append((self.under + path, f"{default:g}"))
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            try:
-                value = float(value)
-            except (TypeError, ValueError):
-                self.faults.append(f"{path}={brief(value)}: expected a number")
-                return default
-        if not -largest <= value <= largest:  # not for NaN either
-            self.faults.append(f"{path}={brief(value)}: expected a number of at most {largest:g}")
+        try:
+            found: float = value if isinstance(value, (int, float)) and not isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            self.faults.append(f"{path}={brief(value)}: expected a number")
             return default
-        found: int | float = value
-        return found
+        if -largest <= found <= largest:  # not for NaN either
+            return found
+        self.faults.append(f"{path}={brief(found)}: expected a number of at most {largest:g}")
+        return default
 
 
 def in_force(silent: Mapping[str, str], under: str = "") -> tuple[str, ...]:
@@ -185,6 +179,11 @@ def stray(word: str, names: Iterable[str]) -> str:
 
 _TRUE = (True, 1, "true", "yes", "1", "on")
 _FALSE = (False, 0, "false", "no", "0", "off", "none", "null", "")
+
+
+def state_word(dtype: DType) -> str:
+    """A state's dtype as recipes and both Megatrons say it: FP8 is kept in bytes."""
+    return "fp8" if dtype is DType.UINT8 else dtype.short
 
 
 def raise_faults(faults: list[str], what: str) -> None:

@@ -49,9 +49,8 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
     clear = 2 * counts[best] >= len(names) and not several
     if started == "accelerate":
         if not clear:
-            raise DataError(
-                "the options of accelerate launch are not read: pass its file (accelerate config), or the arguments of the program that it starts (--args)"
-            )
+            give = "its file (accelerate config), or the arguments of the program that it starts (--args)"
+            raise DataError(f"the options of accelerate launch are not read: pass {give}")
         decides = [word for word in program if word.startswith("--") and word.strip("-").partition("=")[0] in _DECIDES]
         if decides:
             text = f"accelerate launch {' '.join(decides)}: the launcher shards the model or casts it: pass its file"
@@ -63,9 +62,8 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
             return Recognized(best)
         file = deepspeed_file(words)  # it holds the precision, unless the arguments are clearly another stack's
         where = cut(file) if file else "the file of --deepspeed_config"
-        raise DataError(
-            f"this command starts its program with DeepSpeed, whose settings stand in {where}: pass that file (or name the stack, --from STACK)"
-        )
+        give = "pass that file (or name the stack, --from STACK)"
+        raise DataError(f"this command starts its program with DeepSpeed, whose settings stand in {where}: {give}")
     if started is not None:
         return Recognized(started)
     if clear:

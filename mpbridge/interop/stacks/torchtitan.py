@@ -15,26 +15,17 @@ from typing import Any
 
 from mpbridge.common.errors import DataError, brief, cut
 from mpbridge.common.formats import DType
+from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
 from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import updated_itself, with_quant
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
 from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults
-from mpbridge.interop.stacks.sharded_torch import (
-    SPELL,
-    TORCHAO,
-    commented,
-    fields_of,
-    left_out,
-    regions_there,
-    torch_meaning,
-)
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 
 NAME = "torchtitan"
 VERSIONS = {"main": "b5bcd76c"}
-DEFAULT_VERSION = "main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +83,23 @@ def export(request: Request) -> Export:
         policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
     # mixed_precision_reduce takes float32 only
     quants = {scaling: row.quant for scaling, row in CONVERTERS.items()}
-    theirs = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, quants, edges=True))
+    theirs = native.torch_meaning(policy, wire=DType.FP32, regions=native.regions_there(policy, quants, edges=True))
     theirs = dataclasses.replace(theirs, router=DType.FP32)
     moments = policy.settled()
     low = DType.BF16 in (moments.exp_avg, moments.exp_avg_sq) and theirs.storage is DType.FP32
     if low:
         theirs = dataclasses.replace(theirs, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
-    words = [f"--training.dtype {SPELL[theirs.storage]}", f"--training.mixed_precision_param {SPELL[theirs.compute]}"]
+    words = [
+        f"--training.dtype {theirs.storage.value}",
+        f"--training.mixed_precision_param {theirs.compute.value}",
+    ]
     words += ["--training.mixed_precision_reduce float32"]
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if theirs.regions[-1].quant is not None:
         if policy.ends is not None and CONVERTERS[theirs.regions[-1].quant.scaling].experts:
             theirs = dataclasses.replace(theirs, note=f"experts: {experts(policy)}")
-        pieces.append(Fragment(name="config_registry.py", text=commented(NAME, theirs, _python(policy))))
+        pieces.append(Fragment(name="config_registry.py", text=native.commented(NAME, theirs, _python(policy))))
     return exported(request, NAME, theirs, pieces, lines)
 
 
@@ -186,7 +180,7 @@ def _found(read_: Reader, version: str, quant: Quant | None, ends: tuple[int, in
     )
     meaning = with_quant(meaning, quant, ends)
     engine = engine_with("optimizer")
-    fields = fields_of(meaning, read_)
+    fields = native.fields_of(meaning, read_)
     return imported(read_, NAME, version, meaning, fields, engine=engine, optimizer=optimizer, where=where)
 
 
@@ -315,7 +309,7 @@ def _filtered(read_: Reader) -> tuple[int, int] | None:
     names = [one.strip() for one in said.split(",")] if isinstance(said, str) else said
     # its models call it `output`
     listed = ["lm_head" if one == "output" else one for one in (names if isinstance(names, (list, tuple)) else [])]
-    return left_out(listed, where or "model.converters", read_)
+    return native.left_out(listed, where or "model.converters", read_)
 
 
 _FILTERS = ("float8.filter_fqns", "mx.filter_fqns", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")  # fmt: skip
@@ -344,5 +338,5 @@ def _quant(read_: Reader) -> Quant | None:
     if listed and recipe == "tensorwise":
         gathers = read_.flag("float8.enable_fsdp_float8_all_gather")
         read_.cannot("float8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage", gathers)
-        return TORCHAO["tensorwise"]
+        return native.TORCHAO["tensorwise"]
     return CONVERTERS["rowwise_gw_hp" if recipe == "rowwise_with_gw_hp" else "rowwise"].quant

@@ -17,11 +17,10 @@ from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, en
 from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself
 from mpbridge.interop.stacks.reading import Reader, options_of, stray
-from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, commented, fields_of, torch_meaning
+from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, commented, fields_of, torch_meaning
 
 NAME = "transformers"
 VERSIONS = {"5.23": "5.23.0"}
-DEFAULT_VERSION = "5.23"
 _FSDP1 = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """Strategies that FSDP2 does not have."""
 _LOADERS = (
@@ -40,7 +39,7 @@ def export(request: Request) -> Export:
     cast = full.compute if mixed else request.policy.settled().autocast
     sgd = {"optim": "sgd", "optim_args": f"momentum={request.updates.get('sgd_momentum')}"}
     optim = sgd if request.optimizer == "sgd" else {"optim": "adamw_torch"}
-    said = {"dtype": SPELL[full.storage], **optim} | ({} if cast is None else {cast.short: True})
+    said = {"dtype": full.storage.value, **optim} | ({} if cast is None else {cast.short: True})
     theirs = read_data(said, version=request.version).meaning
     given = ['output_dir="out"', *(f'{name}="{value}"' for name, value in optim.items())]
     given += [] if cast is None else [f"{cast.short}=True"]
