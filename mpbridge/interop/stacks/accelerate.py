@@ -42,35 +42,22 @@ def export(request: Request) -> Export:
 
 
 def _nearest(policy: PrecisionPolicy) -> Meaning:
-    quant = policy.quant
+    quant, settled = policy.quant, policy.settled()
     words = {"tensorwise": native.TORCHAO["tensorwise"]}
-    if quant is not None and quant.scaling == "mxfp8":
+    if quant is not None:
         words["mxfp8"] = Quant(format="e4m3", scaling="mxfp8", options=quant.options)
-    if quant is not None and quant.scaling == "delayed":
-        words["delayed"] = as_run(quant)
+        # TERecipeKwargs drops a value that equals accelerate's own default, and Transformer Engine's applies. The defaults agree (hybrid, 1024, margin 0)
+        # except for the algorithm: most_recent is dropped, and max is used
+        words["delayed"] = dataclasses.replace(quant, stored=False, amax_algo="max", attention="none")
     regions = native.regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
     theirs = native.torch_meaning(policy, hands_on=True, regions=regions)
-    if _by_ddp(policy):
+    own = settled.params is DType.FP32 or settled.main_params is settled.params
+    if settled.autocast is not None and own and quant is None:
+        # autocast over parameters that are their own main weights needs torch's DDP: FSDP2 has none
         theirs = native.torch_meaning(policy, autocast=True)
         theirs = dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
-    if _mode(theirs) != "fp16":
-        return theirs
-    return dataclasses.replace(theirs, loss_scale=native.torch_scaler(policy.loss_scale, policy))
-
-
-def _by_ddp(policy: PrecisionPolicy) -> bool:
-    """Whether data parallelism is torch's DDP, which is needed for autocast over parameters that are their own main weights: FSDP2 has none."""
-    settled = policy.settled()
-    own = settled.params is DType.FP32 or settled.main_params is settled.params
-    return settled.autocast is not None and own and policy.quant is None
-
-
-def as_run(quant: Quant) -> Quant:
-    """Delayed scaling as TERecipeKwargs passes it on: a value equal to accelerate's own default is dropped, and Transformer Engine's applies.
-
-    The defaults agree (hybrid, 1024, margin 0) except for the algorithm: most_recent is dropped, and max is used.
-    """
-    return dataclasses.replace(quant, stored=False, amax_algo="max", attention="none")
+    scale = native.torch_scaler(policy.loss_scale, policy) if _mode(theirs) == "fp16" else None
+    return dataclasses.replace(theirs, loss_scale=scale)
 
 
 def _mode(theirs: Meaning) -> str:
@@ -110,12 +97,10 @@ def _handler(quant: Quant) -> str:
         return f"AORecipeKwargs(config={config}, module_filter_func=quantized)"
     if quant.scaling == "mxfp8":
         return 'TERecipeKwargs(fp8_format="E4M3", use_mxfp8_block_scaling=True)'
-    margin = f", margin={quant.margin}" if quant.margin else ""
-    margin += "" if quant.wgrad else ", override_linear_precision=(False, False, True)"
-    return (
-        f'TERecipeKwargs(fp8_format="{quant.format.upper()}", amax_history_len={quant.amax_history},'
-        f' amax_compute_algo="{quant.amax_algo}"{margin})'
-    )
+    words = [f'fp8_format="{quant.format.upper()}"', f"amax_history_len={quant.amax_history}"]
+    words += [f'amax_compute_algo="{quant.amax_algo}"', *([f"margin={quant.margin}"] if quant.margin else ())]
+    words += [] if quant.wgrad else ["override_linear_precision=(False, False, True)"]
+    return f"TERecipeKwargs({', '.join(words)})"
 
 
 WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
@@ -147,9 +132,8 @@ def read_data(data: Any, *, version: str) -> Imported:
         read.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(WORDS)}")
     raise_faults(read.faults, "this accelerate configuration")
     if kind == "MEGATRON_LM":
-        raise DataError(
-            "distributed_type=MEGATRON_LM: Megatron-LM trains, and its own arguments decide: pass those (--from megatron-lm)"
-        )
+        why = "Megatron-LM trains, and its own arguments decide: pass those (--from megatron-lm)"
+        raise DataError(f"distributed_type=MEGATRON_LM: {why}")
     alone, asked = kind in _READS_USE_CPU, read.flag("use_cpu")
     cpu = alone and asked
     near = nearest(kind, _KINDS, most=1)
@@ -239,9 +223,8 @@ def _overridden(read: Reader) -> bool:
     """Whether weight gradients stay in high precision: the last of override_linear_precision's (fprop, dgrad, wgrad)."""
     where = "fp8_config.override_linear_precision"
     given, taken = read.at(where, [False, False, False]), ([False, False, False], [False, False, True])
-    if not isinstance(given, (list, tuple)) or list(given) not in taken:
-        read.faults.append(
-            f"{where}={brief(given)}: expected [false, false, false] or [false, false, true], all that Transformer Engine takes"
-        )
-        return False
-    return bool(given[2])
+    if isinstance(given, (list, tuple)) and list(given) in taken:
+        return bool(given[2])
+    expected = "[false, false, false] or [false, false, true], all that Transformer Engine takes"
+    read.faults.append(f"{where}={brief(given)}: expected {expected}")
+    return False

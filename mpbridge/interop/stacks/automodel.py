@@ -39,19 +39,13 @@ def export(request: Request) -> Export:
     policy = request.policy
     by_torchao = {quant.scaling: quant for quant in native.TORCHAO.values()}  # fp8.recipe_name
     by_te = {quant.scaling: quant for quant in TE_FP8.values() if quant.scaling not in by_torchao}
-    theirs = native.torch_meaning(
-        policy, fused_adam=True, hands_on=True, regions=native.regions_there(policy, by_te | by_torchao)
-    )
+    regions = native.regions_there(policy, by_te | by_torchao)
+    theirs = native.torch_meaning(policy, fused_adam=True, hands_on=True, regions=regions)
     if request.main_weights == "wrapper":  # which keeps whole FP32 weights itself
-        settled = policy.settled()
-        main = DType.FP32 if settled.mixed else None
-        theirs = Meaning(
-            storage=settled.params, compute=settled.compute, main=main, wire=settled.reduce, accumulator=settled.reduce, regions=theirs.regions
-        )  # fmt: skip
-    quant = theirs.regions[-1].quant
+        whole, main = policy.settled(), DType.FP32 if policy.settled().mixed else None
+        theirs = Meaning(storage=whole.params, compute=whole.compute, main=main, wire=whole.reduce, accumulator=whole.reduce, regions=regions)  # fmt: skip
+    quant, left, more = theirs.regions[-1].quant, list[str](), dict[str, str]()
     theirs = dataclasses.replace(theirs, router=policy.router)
-    left: list[str] = []
-    more = {}
     if quant is not None and quant.scaling in by_torchao:
         ends, left = _left_out(policy, request)
         theirs = dataclasses.replace(theirs, regions=(*ends, Region(quant=quant)))
@@ -84,10 +78,10 @@ def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, A
     storage = {"torch_dtype": theirs.storage.value}
     sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(request, theirs)}
     if request.main_weights == "wrapper":
-        reduces = theirs.wire is DType.FP32
+        wide = theirs.wire is DType.FP32
         sections["distributed"] = {
             "strategy": "megatron_fsdp",
-            "grad_reduce_in_fp32": reduces,
+            "grad_reduce_in_fp32": wide,
             "preserve_fp32_weights": True,
         }
     else:  # all four keys are written: a policy that names some of them replaces the whole default
@@ -171,8 +165,8 @@ def _backend(read: Reader) -> None:
 
 def _storage(read: Reader) -> DType:
     found = read.at("model.torch_dtype", read.at("model.dtype", read.at("model.config.torch_dtype")))
-    if found in (None, "auto"):
-        read.note("assumed", "model.torch_dtype comes from the checkpoint: assumed to be bfloat16")
+    text = "model.torch_dtype comes from the checkpoint: assumed to be bfloat16"
+    read.note("assumed", text, found in (None, "auto"))
     if found in (None, "auto") or not isinstance(found, str):
         return DType.BF16  # its dtype_from_str reads any value that is not a string as bfloat16
     words = {"bf16": DType.BF16, "bfloat16": DType.BF16, "float32": DType.FP32, "half": DType.FP16, "float16": DType.FP16}  # fmt: skip
@@ -262,11 +256,9 @@ def _ends(read: Reader) -> tuple[int, int] | None:
 def _quant(read: Reader) -> Quant | None:
     recipe = read.at("model.backend.te_fp8.recipe", "current" if read.at("model.backend.te_fp8") is not None else None)
     if recipe is not None:
-        found = TE_FP8.get(str(recipe))
-        read.cannot(
-            f"model.backend.te_fp8.recipe={brief(recipe)}: a recipe object of Transformer Engine", found is None
-        )
-        return found
+        text = f"model.backend.te_fp8.recipe={brief(recipe)}: a recipe object of Transformer Engine"
+        read.cannot(text, str(recipe) not in TE_FP8)
+        return TE_FP8.get(str(recipe))
     if not read.flag("fp8.enabled"):
         read.note("inert", "fp8 without enabled: true", read.section("fp8"))
         return None

@@ -67,17 +67,12 @@ def _config(policy: PrecisionPolicy) -> dict[str, Any]:
 def _fp16(scale: LossScale | None) -> dict[str, Any]:
     """Its section, whose initial scale is a power of two, and whose window and minimum are whole and above 0."""
     found: dict[str, Any] = {"enabled": True}
-    if scale is None:
-        return found
-    if scale.static is not None:
-        return found | {"loss_scale": scale.static}
+    if scale is None or scale.static is not None:
+        return found if scale is None else found | {"loss_scale": scale.static}
     return found | {
-        "loss_scale": 0,
-        "initial_scale_power": round(math.log2(scale.initial)),
-        "loss_scale_window": max(1, round(scale.window)),
-        "hysteresis": scale.hysteresis,
-        "min_loss_scale": max(1, round(scale.minimum)),
-    }
+        "loss_scale": 0, "initial_scale_power": round(math.log2(scale.initial)), "loss_scale_window": max(1, round(scale.window)),
+        "hysteresis": scale.hysteresis, "min_loss_scale": max(1, round(scale.minimum)),
+    }  # fmt: skip
 
 
 SHARDED: Mapping[int, Sharded] = {0: "nothing", 1: "optimizer", 2: "gradients", 3: "everything"}
@@ -104,10 +99,8 @@ class _Settings:
 
     bf16: bool
     base: DType
-    """The model's dtype."""
     autocast: DType | None
     stage: int
-    """ZeRO's stage."""
     wire: DType
     accumulator: DType
     own: bool
@@ -216,11 +209,7 @@ def _fields(said: _Settings, meaning: Meaning) -> dict[str, Any]:
 
 def scale_of(read: Reader, under: str = "") -> LossScale:
     """The loss scale of an fp16 section with its keys `under` a path; Lightning's DeepSpeedStrategy has the same keys and defaults."""
-    static = read.number(f"{under}loss_scale", 0)
-    return LossScale(
-        static=float(static) or None,
-        initial=2.0 ** read.number(f"{under}initial_scale_power", 16, largest=127),
-        minimum=read.number(f"{under}min_loss_scale", 1),
-        window=read.number(f"{under}loss_scale_window", 1000),
-        hysteresis=int(read.number(f"{under}hysteresis", 2)),
-    )
+    static, power = read.number(f"{under}loss_scale", 0), read.number(f"{under}initial_scale_power", 16, largest=127)
+    usual = {"min_loss_scale": 1, "loss_scale_window": 1000, "hysteresis": 2}
+    minimum, window, hysteresis = (read.number(f"{under}{name}", value) for name, value in usual.items())
+    return LossScale(static=float(static) or None, initial=2.0**power, minimum=minimum, window=window, hysteresis=int(hysteresis))  # fmt: skip

@@ -55,17 +55,15 @@ def _python(policy: PrecisionPolicy, theirs: Meaning, momentum: float) -> str:
 def _quantized(quant: Quant, policy: PrecisionPolicy) -> list[str]:
     if quant.scaling == "mxfp8":
         code = [
-            "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe",
-            "from torchao.quantization import quantize_",
-            "config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_RCEIL)",
-            "quantize_(model, config, quantized)",
-        ]
+            "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe", "from torchao.quantization import quantize_",
+            "config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_RCEIL)", "quantize_(model, config, quantized)",
+        ]  # fmt: skip
     else:
+        recipe = native.BY_TORCHAO[quant.scaling][0]
         code = [
-            "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",
-            f'config = Float8LinearConfig.from_recipe_name("{native.BY_TORCHAO[quant.scaling][0]}")',
+            "from torchao.float8 import Float8LinearConfig, convert_to_float8_training", f'config = Float8LinearConfig.from_recipe_name("{recipe}")',
             "convert_to_float8_training(model, config=config, module_filter_fn=quantized)",
-        ]
+        ]  # fmt: skip
     return [*native.filter_lines(policy, "len(model.layers)"), *code]
 
 

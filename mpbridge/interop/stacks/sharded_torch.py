@@ -110,14 +110,11 @@ def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:
     """Python source of `quantized(module, name)`: whether a linear belongs to a quantized layer. depth: an expression for the number of layers."""
     first, last = policy.ends or (0, 0)
     return [
-        f"depth = {depth}",
-        "",
-        "def quantized(module, name):",
-        '    """Whether a linear is in a quantized layer; the output layer is not."""',
+        f"depth = {depth}", "",
+        "def quantized(module, name):", '    """Whether a linear is in a quantized layer; the output layer is not."""',
         '    number = name.rpartition("layers.")[2].partition(".")[0]',
-        f"    return isinstance(module, torch.nn.Linear) and number.isdigit() and {first} <= int(number) < depth - {last}",
-        "",
-    ]
+        f"    return isinstance(module, torch.nn.Linear) and number.isdigit() and {first} <= int(number) < depth - {last}", "",
+    ]  # fmt: skip
 
 
 def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:

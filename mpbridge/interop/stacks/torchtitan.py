@@ -60,15 +60,12 @@ def experts(policy: PrecisionPolicy) -> str:
     """What happens there to the experts of a mixture, if it is not what happens here; '' if it is."""
     quant = policy.quant
     assert quant is not None  # called only for quantized recipes
-    row = CONVERTERS[quant.scaling]
-    if not row.experts:
-        return f"in {policy.compute.short.upper()} there: {row.lacks}"
-    if policy.ends is None:
-        return ""
-    first, last = policy.ends
-    return (
+    row, (first, last) = CONVERTERS[quant.scaling], policy.ends or (0, 0)
+    text = (
         f"except in the first {first} and the last {last} layers, in every layer there: {row.experts} selects no layers"
     )
+    alone = "" if policy.ends is None else text
+    return alone if row.experts else f"in {policy.compute.short.upper()} there: {row.lacks}"
 
 
 def export(request: Request) -> Export:
@@ -76,10 +73,8 @@ def export(request: Request) -> Export:
     policy = request.policy
     lines = []
     if policy.compute is DType.FP16:  # its parser does not accept float16: the nearest dtype is written
-        text = (
-            "training.dtype and mixed_precision_param accept only bfloat16 and float32; nearest: BF16, as written here"
-        )
-        lines.append(Line(fidelity="impossible", fact="fp16", text=text))
+        text = "training.dtype and mixed_precision_param accept only bfloat16 and float32"
+        lines.append(Line(fidelity="impossible", fact="fp16", text=f"{text}; nearest: BF16, as written here"))
         policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
     # mixed_precision_reduce takes float32 only
     quants = {scaling: row.quant for scaling, row in CONVERTERS.items()}
@@ -89,10 +84,7 @@ def export(request: Request) -> Export:
     low = DType.BF16 in (moments.exp_avg, moments.exp_avg_sq) and theirs.storage is DType.FP32
     if low:
         theirs = dataclasses.replace(theirs, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
-    words = [
-        f"--training.dtype {theirs.storage.value}",
-        f"--training.mixed_precision_param {theirs.compute.value}",
-    ]
+    words = [f"--training.dtype {theirs.storage.value}", f"--training.mixed_precision_param {theirs.compute.value}"]
     words += ["--training.mixed_precision_reduce float32"]
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
@@ -144,9 +136,8 @@ _OLD = ("float8", "mx", "quantize", "model.converters")
 
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `--section.key value` arguments, including `--config NAME`. Raises BadValue for stray words."""
-    faults: list[str] = []
     data, strays = options_of(words)
-    faults += [f"{brief(word)} is not an option: expected --section.key VALUE" for word in strays]
+    faults = [f"{brief(word)} is not an option: expected --section.key VALUE" for word in strays]
     faults += [f"--{name} has no value" for name in ("config", *_WORDS) if data.get(name) is True]
     raise_faults(faults, "these arguments of torchtitan")
     return read_data(data, version=version)
@@ -156,10 +147,8 @@ def read_data(data: Any, *, version: str) -> Imported:
     """The settings' meaning under FSDP2. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     read_ = Reader.of(data, "a torchtitan configuration")
     quant = _quant(read_)
-    ends = _filtered(read_) if quant is not None else None
-    return _found(
-        read_, version, quant, ends, read_.at("optimizer.name"), "optimizer.name"
-    )  # of versions before its groups
+    ends, name = _filtered(read_) if quant is not None else None, "optimizer.name"  # of versions before its groups
+    return _found(read_, version, quant, ends, read_.at(name), name)
 
 
 def _found(read_: Reader, version: str, quant: Quant | None, ends: tuple[int, int] | None, optimizer: Any, where: str) -> Imported:  # fmt: skip
@@ -175,12 +164,10 @@ def _found(read_: Reader, version: str, quant: Quant | None, ends: tuple[int, in
         ("contradicts", reduce is not DType.FP32, f"training.mixed_precision_reduce={reduce.value}: its parser takes float32 only"),
         ("cannot_express", states is not storage, "both moments in BF16 with FP32 parameters: its own optimizer, on CUDA"),
     )  # fmt: skip
-    meaning = updated_itself(
-        storage, compute, DType.FP32, exp_avg=states, exp_avg_sq=states, sharded="nothing" if whole else "everything"
-    )
+    sharded = "nothing" if whole else "everything"
+    meaning = updated_itself(storage, compute, DType.FP32, exp_avg=states, exp_avg_sq=states, sharded=sharded)
     meaning = with_quant(meaning, quant, ends)
-    engine = engine_with("optimizer")
-    fields = native.fields_of(meaning, read_)
+    fields, engine = native.fields_of(meaning, read_), engine_with("optimizer")
     return imported(read_, NAME, version, meaning, fields, engine=engine, optimizer=optimizer, where=where)
 
 
@@ -257,14 +244,13 @@ def _converted(converters: list[Any], read: Reader) -> Quant | None:
 
 def _covers_gate(said: Mapping[str, Any]) -> bool:
     """Whether a converter's substrings choose the router's gate."""
-    covered, left = (
-        [one for one in given if isinstance(one, str)] if isinstance(given, list) else given
-        for given in map(said.get, ("fqns", "filter_fqns"))
-    )
-    name = f"layers.0.moe.{GATE}"
-    if covered:
-        return isinstance(covered, list) and any(one in name for one in covered)
-    return not (isinstance(left, list) and any(one in name for one in left))
+    covered, left = said.get("fqns"), said.get("filter_fqns")
+
+    def named(given: Any) -> bool:
+        words = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        return any(one in f"layers.0.moe.{GATE}" for one in words)
+
+    return named(covered) if covered else not named(left)
 
 
 def _every_linear(covered: Any) -> bool:
@@ -290,6 +276,7 @@ def _filters(word: str, said: Mapping[str, Any], read: Reader) -> None:
 
 
 _TAIL = "a fraction of the last layers stays in BF16; set the model's depth and num_layers_at_end_in_bf16"
+_FILTERS = ("float8.filter_fqns", "mx.filter_fqns", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")  # fmt: skip
 
 
 def _converters(read_: Reader) -> list[str]:
@@ -310,9 +297,6 @@ def _filtered(read_: Reader) -> tuple[int, int] | None:
     # its models call it `output`
     listed = ["lm_head" if one == "output" else one for one in (names if isinstance(names, (list, tuple)) else [])]
     return native.left_out(listed, where or "model.converters", read_)
-
-
-_FILTERS = ("float8.filter_fqns", "mx.filter_fqns", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")  # fmt: skip
 
 
 def _quant(read_: Reader) -> Quant | None:

@@ -29,7 +29,6 @@ _LOADERS = (
 """Keys of programs that load a model by their own rules; LLaMA-Factory's, whose files have the keys of TrainingArguments beside them."""
 _LOADS = frozenset({"dtype", "torch_dtype"})
 """Options of the example scripts, which are read beside TrainingArguments' own."""
-_EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
 
 def export(request: Request) -> Export:
@@ -44,13 +43,10 @@ def export(request: Request) -> Export:
     given = ['output_dir="out"', *(f'{name}="{value}"' for name, value in optim.items())]
     given += [] if cast is None else [f"{cast.short}=True"]
     lines = [
-        "import torch",
-        "from transformers import AutoModelForCausalLM, TrainingArguments",
-        "",
+        "import torch", "from transformers import AutoModelForCausalLM, TrainingArguments", "",
         "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
-        f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
-        f"arguments = TrainingArguments({', '.join(given)})",
-    ]
+        f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})', f"arguments = TrainingArguments({', '.join(given)})",
+    ]  # fmt: skip
     code = Fragment(name="python", text=commented(NAME, theirs, "\n".join(lines)))
     return exported(request, NAME, theirs, [code])
 
@@ -68,10 +64,8 @@ def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:
     bf16, fp16, cpu = read_.flag("bf16"), read_.flag("fp16"), read_.flag("use_cpu")
     storage, file = read_.dtype("dtype", read_.dtype("torch_dtype")), read_.at("deepspeed")
     version_, whole = _sharded(read_, cpu)
-    theirs = [name for name in _LOADERS if storage is None and read_.at(name)]
-    owned = (
-        not theirs and not {"fsdp", "deepspeed"} & read_.data.keys() and read_.data.keys() - known(NAME)[""] - _LOADS
-    )
+    theirs, names = [name for name in _LOADERS if storage is None and read_.at(name)], read_.data.keys()
+    owned = not theirs and names.isdisjoint({"fsdp", "deepspeed"}) and names - known(NAME)[""] - _LOADS
     read_.note_rows(
         ("undecided", saved and owned, "the launcher of the program that reads this file: accelerate's own file may shard the model and keep main weights (FSDP, DeepSpeed); fsdp: null says that it does not"),
         ("undecided", theirs, f"{', '.join(theirs)}: of the program that reads this file, which chooses what the model is stored in and shards it (dtype=... says the first)"),
@@ -79,14 +73,13 @@ def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:
         ("undecided", storage is None and not theirs and not (version_ and (bf16 or fp16)), "the loading dtype: since version 5 that of the checkpoint, before it float32 (dtype=... says it)"),
         ("inert", cpu and fp16, "fp16: on a CPU (use_cpu) accelerate, which runs the training, silently trains in FP32"),
         ("undecided", file, f"deepspeed={cut(file)} decides: pass that file (--from deepspeed)"),
-        *(("inert", read_.at(name) and read_.flag(name), f"{name}: evaluation only") for name in _EVALUATION),
+        *(("inert", read_.at(name) and read_.flag(name), f"{name}: evaluation only") for name in ("bf16_full_eval", "fp16_full_eval")),
     )  # fmt: skip
     fp16 = fp16 and not cpu
     if not cpu:
         _tf32(read_)
-    base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
+    base, scale = DType.BF16 if bf16 else DType.FP16 if fp16 else None, TORCH_SCALER if fp16 else None
     meaning = _meaning(storage or DType.FP32, base, version_)
-    scale = TORCH_SCALER if fp16 else None
     meaning = dataclasses.replace(meaning, sharded="nothing" if whole else meaning.sharded, loss_scale=scale)
     momentum = re.search(r"\bmomentum\s*=\s*([^,\s]+)", read_.text("optim_args"))
     return imported(
@@ -120,9 +113,8 @@ def _sharded(read: Reader, cpu: bool) -> tuple[int | None, bool]:
 
 def _tf32(read: Reader) -> None:
     """Notes TF32 where it is switched on, by its own argument or by torch_compile."""
-    asked = read.at("tf32") is not None
-    compiled = any([read.at("torch_compile_backend"), read.at("torch_compile_mode")])
-    compiled = compiled or (read.at("torch_compile") is not None and read.flag("torch_compile"))
+    asked, named = read.at("tf32") is not None, [read.at("torch_compile_backend"), read.at("torch_compile_mode")]
+    compiled = any(named) or (read.at("torch_compile") is not None and read.flag("torch_compile"))
     effect = "FP32 matrix multiplications run in TF32 on CUDA (10-bit mantissas)"
     read.cannot(f"tf32: {effect}", asked and read.flag("tf32"))
     alone = compiled and not asked and not read.flag("fp16")
