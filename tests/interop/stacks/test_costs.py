@@ -9,7 +9,6 @@ import re
 import pytest
 
 from mpbridge import recipes
-from mpbridge.cli.main import main
 from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import STACKS, export
 from mpbridge.interop.stacks.meaning import Meaning, differences, of_policy
@@ -64,11 +63,9 @@ def test_every_difference_in_a_dtype_has_its_cost(stack: str) -> None:
     assert [line for name in recipes for line in without_a_number(export(name, stack))] == []
 
 
-def test_compare_shows_what_the_second_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "bf16_mixed", "fp16_mixed"]) == 0
-    assert "half the bytes of gradients on the wire" in capsys.readouterr().out
-    assert main(["compare", "bf16_mixed", "fp16_mixed", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["costs"]["wire"].startswith("half")
+def test_compare_shows_what_the_second_costs(cli) -> None:
+    assert "half the bytes of gradients on the wire" in cli("compare", "bf16_mixed", "fp16_mixed")
+    assert json.loads(cli("compare", "bf16_mixed", "fp16_mixed", "--json"))["costs"]["wire"].startswith("half")
 
 
 @pytest.mark.parametrize("stack", ["torchtitan", "fsdp2", "automodel", "accelerate", "lightning", "transformers"])

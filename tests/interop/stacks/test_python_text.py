@@ -204,9 +204,7 @@ def test_a_function_that_is_no_configuration_is_refused_by_name(checkout: Path) 
         "for a in [1] * 10: pass\n    return a",
     ],
 )
-def test_nothing_of_a_python_file_runs_and_nothing_takes_long(
-    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_a_python_file_runs_and_nothing_takes_long(body: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = f"from torchtitan.trainer import Trainer\nimport os\nos.system('touch RAN')\n\ndef base():\n    {body}\n"
     (tmp_path / "x.py").write_text(text)
@@ -225,7 +223,6 @@ def test_text_that_is_no_python_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "last"), [("super", 14), ("ultra", 16)])
 def test_bridges_name_alone_leaves_out_what_its_performance_recipe_adds(name: str, last: int) -> None:
-    found = read_text(
-        f"mixed_precision: nemotron_3_{name}_bf16_with_nvfp4_mixed", stack="megatron-bridge", name="run_config.yaml"
-    )
+    text = f"mixed_precision: nemotron_3_{name}_bf16_with_nvfp4_mixed"
+    found = read_text(text, stack="megatron-bridge", name="run_config.yaml")
     assert (found.fields.get("modules"), found.fields["num_layers_at_end_in_bf16"]) == (None, last)
