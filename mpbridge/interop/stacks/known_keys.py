@@ -92,16 +92,14 @@ def unknown_of(stack: str, section: str, names: Iterable[str]) -> tuple[str, ...
 
 def _unknown(path: str, sections: Mapping[str, frozenset[str]], *, suggest: bool = True) -> str | None:
     """A key unknown to its section, with the nearest known one; None if it is known."""
-    if not sections:
-        return None
     parts = path.split(".")
-    for depth in range(len(parts)):
+    for depth, part in enumerate(parts):
         section = ".".join(parts[:depth])
-        names = sections.get(section)
-        if names is not None and parts[depth] not in names and not parts[depth].startswith("_"):
-            here = ".".join(parts[: depth + 1])
-            near = nearest(parts[depth], names, most=1) if suggest else ()
-            return here + (f" (nearest: {f'{section}.' if section else ''}{near[0]})" if near else "")
+        names = sections.get(section, {part})
+        if part not in names and not part.startswith("_"):
+            near = nearest(part, names, most=1) if suggest else ()
+            here, under = ".".join(parts[: depth + 1]), f"{section}." if section else ""
+            return here + (f" (nearest: {under}{near[0]})" if near else "")
     return None
 
 

@@ -83,9 +83,8 @@ def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
         raise BadValue(f"--args cannot be split into words: {why}") from None
     program, words = (None if words[:1] and words[0].startswith("-") else _split(words)) or ([], words)
     words = _decided(words, notes)
-    return LaunchScript(
-        words=words, program=program, notes=[*_grouped(notes), *script.unused(text, "the text of --args")]
-    )
+    notes = [*_grouped(notes), *script.unused(text, "the text of --args")]
+    return LaunchScript(words=words, program=program, notes=notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +143,6 @@ class _Script:
         self.left -= notes + sum(len(word) + 1 for word in words)
         if self.left < 0:
             raise BadValue(f"the script's values have more than {LIMIT.steps:,} characters once they are expanded")
-
-    # -- words --------------------------------------------------------------------------------------------------------------
 
     def expanded(self, words: Iterable[str], notes: list[str]) -> list[str]:
         """The words that a command gets; what they depend on is added to `notes`."""
@@ -214,8 +211,6 @@ class _Script:
         self.spend(words, len(held.notes))
         notes += held.notes
         return list(words), found[3] == "[@]"
-
-    # -- commands -----------------------------------------------------------------------------------------------------------
 
     def follow(self, text: str) -> None:
         """Follows a text's commands in order, until one that ends the script."""
@@ -312,8 +307,6 @@ class _Script:
             self.notes.append(f"--env {name}={cut(self.env[name])} has no effect: the script sets {name}")
         self.values[name] = _Value(tuple(words), array or (adds and old.array), tuple(dict.fromkeys(notes)))
 
-    # -- the answer ---------------------------------------------------------------------------------------------------------
-
     def chosen(self) -> tuple[list[str], list[str], list[str]]:
         """The words up to the program's name and those after it in the command with the most options, and notes on them."""
         if self.started:
@@ -336,9 +329,8 @@ class _Script:
     def unused(self, text: str, what: str) -> list[str]:
         """A note for each given variable that a text nowhere names."""
         names = [name for name in sorted(self.env) if not name.isdigit() and name not in self.asked]
-        return [
-            f"--env {name}: {what} does not use it" for name in names if not re.search(rf"\b{re.escape(name)}\b", text)
-        ]
+        unused = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
+        return [f"--env {name}: {what} does not use it" for name in unused]
 
 
 def _decided(words: list[str], notes: list[str]) -> list[str]:

@@ -79,7 +79,6 @@ def _recipe(quant: Quant) -> dict[str, Any]:
 
 
 def _code(said: dict[str, Any]) -> str:
-    """The Python that creates a Trainer with these arguments."""
     body = ["trainer = Trainer(", *(f"    {name}={_text(value, 1)}," for name, value in said.items()), ")"]
     used = {name: source for name, source in _CLASSES.items() if any(f"{name}(" in line for line in body)}
     imports = [f"from {source} import {name}" for name, source in used.items()]
@@ -123,7 +122,6 @@ _STRATEGIES = (
 """Its strategy names (StrategyRegistry.available_strategies), and its classes without 'Strategy'."""
 _NEMO = ("megatron_amp_O2", "native_amp_init_scale", "native_amp_growth_interval", "tensor_model_parallel_size")
 """Keys of `model` in NeMo's files, which have Lightning's trainer beside them."""
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _OTHERS = ("model", "data", "optimizer", "lr_scheduler", "config", "seed_everything", "ckpt_path")
 """Sections of its CLI beside the trainer."""
 
@@ -131,7 +129,7 @@ _OTHERS = ("model", "data", "optimizer", "lr_scheduler", "config", "seed_everyth
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `precision=bf16-mixed strategy=fsdp`, or of `--trainer.precision bf16-mixed` as its CLI takes it. Raises BadValue."""
     data, rest, items = dict[str, Any](), dict[str, Any](), list(words)
-    items = items[1:] if items[:1] and items[0] in _SUBCOMMANDS else items
+    items = items[1:] if items[:1] and items[0] in ("fit", "validate", "test", "predict") else items
     while items:
         word = items.pop(0)
         name, equals, value = word.lstrip("-").removeprefix("trainer.").partition("=")
@@ -230,9 +228,8 @@ def _precision(said: _Settings) -> None:
     read = said.read
     plugin, arguments = _plugin(read)
     word = read.text("precision", "").lower()
-    read.note(
-        "contradicts", f"precision={word} with plugins: {plugin}: Lightning refuses both together", plugin and word
-    )
+    text = f"precision={word} with plugins: {plugin}: Lightning refuses both together"
+    read.note("contradicts", text, plugin and word)
     said.plugin = bool(plugin)
     if plugin == "TransformerEnginePrecision":
         _transformer_engine(said, read.inner(arguments, "plugins"))
@@ -334,10 +331,8 @@ def _meaning(said: _Settings) -> tuple[Meaning, dict[str, Any]]:
         meaning = Meaning(
             storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded=_zero(said), loss_scale=scale
         )  # fmt: skip
-        fields = {base.short: True, "grad_reduce_in_fp32": False} | (
-            {} if scale is None else native.scale_fields(scale)
-        )
-        return _with_quant(said, meaning), fields
+        scaled = {} if scale is None else native.scale_fields(scale)
+        return _with_quant(said, meaning), {base.short: True, "grad_reduce_in_fp32": False, **scaled}
     sharded: Sharded = "everything" if said.fsdp else "nothing"
     if said.cast:
         meaning = updated_itself(base, wire=base if said.fsdp else _hooked(said), sharded=sharded)

@@ -76,12 +76,12 @@ def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning
 def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[str, tuple[str, str]]:
     """row -> (there, here) for every fact in which the recipe, on its engine, differs from the settings."""
     if told.recipe is None:
-        return MappingProxyType({})
+        return {}
     policy = resolve(get_mixed_precision_config(told.recipe).derive(**told.overrides))
     mine = _as_beside(policy, engine, meaning)
     # what a stack leaves to the model is not a promise
     left = [name for name in OPEN if getattr(meaning, name) is None]
-    return MappingProxyType({row: pair for row, pair in differences(meaning, mine).items() if row not in left})
+    return {row: pair for row, pair in differences(meaning, mine).items() if row not in left}
 
 
 def _as_beside(policy: PrecisionPolicy, engine: str, meaning: Meaning) -> Meaning:

@@ -130,10 +130,6 @@ def _chosen(quant: Quant, ends: tuple[int, int] | None) -> list[str]:
     return [f"fqns=[{covered}]"]
 
 
-_OLD = ("float8", "mx", "quantize", "model.converters")
-"""Sections of TOML files before converters moved into Python."""
-
-
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `--section.key value` arguments, including `--config NAME`. Raises BadValue for stray words."""
     data, strays = options_of(words)
@@ -189,7 +185,8 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         raise DataError(f"{name}: no Trainer.Config can be determined from its text")
     not_known: list[str] = []
     read_ = Reader({})
-    for section, wanted in (("training", _TRAINING), ("optimizer", ("implementation",))):
+    for section in ("training", "optimizer"):
+        wanted = [path.partition(".")[2] for path in _WORDS if path.startswith(f"{section}.")]
         value = made.attributes.get(section)
         inside = value.attributes if isinstance(value, SourceObject) else {}
         read_.notes["unknown"] += unknown_of(NAME, section, inside)
@@ -205,15 +202,12 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
 
 
 def _updater(optimizer: Any) -> str | None:
-    """The optimizer of its param_groups: of several the one that is not Adam, since that one updates the matrices. None: the text tells none."""
+    """Of its param_groups the optimizer that is not Adam, since that one updates the matrices. None: the text tells none."""
     groups = optimizer.attributes.get("param_groups") if isinstance(optimizer, SourceObject) else None
     listed = groups if isinstance(groups, list) else []
     said = [one.attributes.get("optimizer_name") for one in listed if isinstance(one, SourceObject)]
     names = sorted((name for name in said if isinstance(name, str)), key=lambda name: name.startswith("Adam"))
     return names[0] if names else None
-
-
-_TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
 
 
 def _converted(converters: list[Any], read: Reader) -> Quant | None:
@@ -306,7 +300,7 @@ def _quant(read_: Reader) -> Quant | None:
         read_.cannot(text, one not in ("float8", "mx"))
     word = next((word for word in ("nvfp4", "mxfp8", "float8") if word in name), "")
     word = word or next((found for mark, found in (("mx", "mxfp8"), ("float8", "float8")) if mark in listed), "")
-    for section in () if word else _OLD[:3]:
+    for section in () if word else ("float8", "mx", "quantize"):  # of TOML files before converters moved into Python
         text = f"{section} has no effect without a converter in model.converters"
         read_.note("inert", text, read_.section(section))
     if not word:
