@@ -163,10 +163,8 @@ class ConfigContainer:
         given = {name: checked(name, as_mapping(name, getattr(self, name), faults), faults) for name in SECTIONS}
         stages = read_stages(self.mixed_precision, given, faults, trusted=self.trusted, engine=self.engine)
         faults += emulation_faults(self.emulate, self.target, self.te)
-        engine = self._engine(stages, given["ddp"], faults)
-        return Draft(
-            container=self, given=given, stages=stages, engine=engine, origin=self._sources(given), faults=faults
-        )
+        engine, origin = self._engine(stages, given["ddp"], faults), self._sources(given)
+        return Draft(container=self, given=given, stages=stages, engine=engine, origin=origin, faults=faults)
 
     def _engine(self, stages: tuple[Stage, ...], ddp: Mapping[str, Any], faults: list[str]) -> str:
         if self.engine is not None:

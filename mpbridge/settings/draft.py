@@ -140,10 +140,8 @@ class Draft:
         if also is not None:
             self._add(also(full | inputs | {"model": model | {"vocab_size": rows}, "engine": {"name": engine}}))
         if len(self.stages) > 1 and train["train_iters"]:
-            tokens = train["global_batch_size"] * seq
-            self._tried(
-                "mixed_precision: ", lambda: spans(self.stages, steps=train["train_iters"], tokens_per_step=tokens)
-            )
+            length = {"steps": train["train_iters"], "tokens_per_step": train["global_batch_size"] * seq}
+            self._tried("mixed_precision: ", lambda: spans(self.stages, **length))
         if self.faults or not self.stages or parallel is None:
             return None
         data["seq_length"] = seq

@@ -77,9 +77,8 @@ class ConfigLayers:
         elif isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
             self._forget("mixed_precision")
         elif isinstance(below, (list, tuple)):
-            self.faults.append(
-                f"mixed_precision holds a list of stages, which single fields (from {source}) cannot change: give mixed_precision=NAME"
-            )
+            what = f"a list of stages, which single fields (from {source}) cannot change"
+            self.faults.append(f"mixed_precision holds {what}: give mixed_precision=NAME")
             self._forget("mixed_precision")
         elif isinstance(precision, Mapping):
             for name in precision:

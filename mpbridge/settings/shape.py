@@ -179,9 +179,8 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
 
 def smallest_world(sizes: Mapping[str, Any]) -> int:
     """The fewest processes that the parallel sizes (defaults filled in) allow: one replica of the dense part, and of every expert."""
-    tensor, pipeline, context, expert = (
-        sizes[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "context", "expert_model")
-    )
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
+    tensor, pipeline, context, expert = (sizes[f"{kind}_parallel_size"] for kind in kinds)
     return math.lcm(tensor * pipeline * context, (sizes["expert_tensor_parallel_size"] or tensor) * expert * pipeline)
 
 

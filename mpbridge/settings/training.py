@@ -98,8 +98,6 @@ def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
     peak, least = optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0
     if not peak:
         return ["optimizer.lr is missing (optimizer.lr=1e-3)"]
-    if peak < 0:
-        return [f"optimizer.lr={peak}: expected a positive number"]
     return [f"optimizer.min_lr={least} is above optimizer.lr={peak}"] if least > peak else []
 
 
@@ -161,7 +159,7 @@ def schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], train: Ma
     usual = _given(optimizer).get("weight_decay", _WEIGHT_DECAY)
     ends = (plan["start_weight_decay"], plan["end_weight_decay"])
     first, last = (float(usual if end is None else end) for end in ends)
-    faults = [*rate_faults(optimizer), *_faults(plan, optimizer, warmup, decay, first, last)]
+    faults = [*rate_faults(optimizer), *_faults(plan, optimizer.get("lr") or 0.0, warmup, decay, first, last)]
     if faults:
         raise Contradiction(faults, subject="the learning-rate schedule contradicts itself")
     switches = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
@@ -179,11 +177,9 @@ def _given(section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in section.items() if value is not None}
 
 
-def _faults(
-    plan: Mapping[str, Any], optimizer: Mapping[str, Any], warmup: int, decay: int, first: float, last: float
-) -> list[str]:
+def _faults(plan: Mapping[str, Any], peak: float, warmup: int, decay: int, first: float, last: float) -> list[str]:
     """The schedule's faults. first, last: weight decay at both ends."""
-    start, peak = plan["lr_warmup_init"], optimizer.get("lr") or 0.0
+    start = plan["lr_warmup_init"]
     checks = (
         (start > peak, f"scheduler.lr_warmup_init={start} is above optimizer.lr={peak}"),
         (warmup >= decay, f"scheduler.lr_warmup_iters={warmup} does not end before scheduler.lr_decay_iters={decay}"),

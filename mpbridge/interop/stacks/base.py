@@ -215,9 +215,8 @@ def _fidelity(row: str, ours: Meaning, theirs: Meaning) -> Fidelity:
         return "impossible"
     if row == "sharded":  # sharding belongs to the layout, not to the recipe
         return "exact"
-    if row in ("storage", "main") and ours.master is not theirs.master:
-        return "different"
-    return "layout" if row in LAYOUT else "different"
+    updated = row in ("storage", "main") and ours.master is not theirs.master
+    return "layout" if row in LAYOUT and not updated else "different"
 
 
 def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> Iterator[Line]:
@@ -230,9 +229,8 @@ def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> I
             continue
         fact, kind = ("edge layers", "different") if region.ends else ("modules", "impossible")
         # what its linears get there: the rule of a narrower edge region, or of all linears
-        narrower = next(
-            (f"only {region_text(one)}" for one in there[:-1] if region.ends and one.ends), region_rule(other)
-        )
+        ends = [one for one in there[:-1] if region.ends and one.ends]
+        narrower = f"only {region_text(ends[0])}" if ends else region_rule(other)
         text = f"{region_text(region)}: {region_rule(region)} here, {narrower} there"
         yield Line(fidelity=kind, fact=fact, text=text + (f": {costs[fact]}" if fact in costs else ""))  # type: ignore[arg-type]
     if base.rules != other.rules:

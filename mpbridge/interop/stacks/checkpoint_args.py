@@ -59,9 +59,8 @@ def arguments_file(folder: Path) -> Path:
         if file.is_file():
             return file
     found = ", ".join(sorted(one.name for one in inside.iterdir())[:6]) or "nothing"
-    expected = (
-        "latest_checkpointed_iteration.txt, common.pt, .metadata, run_config.yaml or mp_rank_*/model_optim_rng.pt"
-    )
+    files = "common.pt, .metadata, run_config.yaml or mp_rank_*/model_optim_rng.pt"
+    expected = f"latest_checkpointed_iteration.txt, {files}"
     raise DataError(f"{inside}: not a Megatron-LM or Bridge checkpoint: expected {expected}, found {found}")
 
 

@@ -48,9 +48,10 @@ def export(
     module = stack_module(stack)
     words, assumed = version_for(module, version, doing="written")
     own = describe(recipe).engine if isinstance(recipe, str) else None
+    others: tuple[Line, ...] = ()
     if run is None:
         config, kind = get_mixed_precision_config(recipe), engine or own or DEFAULT
-        policy, others = resolve(config), ()
+        policy = resolve(config)
     else:
         named = [one for one in run.stages if isinstance(recipe, str) and one.recipe == key(recipe)]
         stage = (named or run.stages)[0]
@@ -63,9 +64,8 @@ def export(
     )  # fmt: skip
     made: Export = module.export(request)
     experts, dense = _experts(module, request, made)
-    return dataclasses.replace(
-        made, lines=(*others, *experts, *_without_words(policy), *made.lines), assumed=(*made.assumed, *assumed, *dense)
-    )
+    lines = (*others, *experts, *_without_words(policy), *made.lines)
+    return dataclasses.replace(made, lines=lines, assumed=(*made.assumed, *assumed, *dense))
 
 
 def _without_words(policy: PrecisionPolicy) -> tuple[Line, ...]:
@@ -106,9 +106,8 @@ def _other_stages(run: Any, exported: Any) -> tuple[Line, ...]:
     """A line if a run has recipes other than the exported one: no stack changes its precision during a run."""
     if len(run.stages) < 2:
         return ()
-    order = ", then ".join(
-        stage.recipe + (f" until {stage.until}" if stage.until is not None else "") for stage in run.stages
-    )
+    ends = ["" if stage.until is None else f" until {stage.until}" for stage in run.stages]
+    order = ", then ".join(stage.recipe + end for stage, end in zip(run.stages, ends, strict=True))
     text = f"the run uses {order} in turn; only {exported.recipe} is exported: there, each stage is a run of its own, continued from the previous checkpoint"
     return (Line(fidelity="impossible", fact="stages", text=text),)
 

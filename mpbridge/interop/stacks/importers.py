@@ -94,9 +94,7 @@ def read_python(
     return _finished(found, version, env)
 
 
-def _of_function(
-    text: str, path: Path | None, name: str, function: str, stack: str | None, version: str | None
-) -> Imported:
+def _of_function(text: str, path: Path | None, name: str, function: str, stack: str | None, version: str | None) -> Imported:  # fmt: skip
     from mpbridge.interop.stacks.python_text import Reading
     from mpbridge.interop.stacks.python_values import Module
 
@@ -104,11 +102,9 @@ def _of_function(
     functions = [found for _, found in _PYTHON]
     if stack not in functions:
         whose = f"a Python script{f' of {stack}' if stack else ''}"
-        read = (
-            f"functions of {' and '.join(functions)} are read as text, and what `mpbridge export` wrote, by its comment"
-        )
         cure = "pass its configuration file or its arguments (--args)"
-        raise DataError(f"{name}: {whose} would have to be executed: {cure}. Of Python, {read}")
+        read = f"functions of {' and '.join(functions)} are read as text, and what `mpbridge export` wrote"
+        raise DataError(f"{name}: {whose} would have to be executed: {cure}. Of Python, {read}, by its comment")
     module, source = stack_module(stack), Module(text, path, name)
     reading, public = Reading(opaque=module.OPAQUE), [one for one in source.functions if not one.startswith("_")]
     if not function and len(public) != 1:

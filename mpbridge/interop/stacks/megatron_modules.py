@@ -28,6 +28,10 @@ def softmax_of(request: Request, *, core: str) -> bool:
     return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if stated is None else stated)
 
 
+_OF_THE_FILE = ("format", "scaling", "factory", "options")
+"""What a rule of the file says of a quantization."""
+
+
 def regions_said(request: Request, *, core: str) -> Iterator[Region]:
     """The policy's regions as flags and file express them: attention in 16 bits, and a rule of the file is a scaling and a format."""
     new, depth = SINCE_017.holds(core), _depth(request)
@@ -39,9 +43,7 @@ def regions_said(request: Request, *, core: str) -> Iterator[Region]:
         elif _sayable(request, region, core):
             own = region.quant
             stored = own is not None and own.stored and new
-            said = own and Quant(
-                format=own.format, scaling=own.scaling, factory=own.factory, options=own.options, stored=stored
-            )
+            said = own and Quant(**{name: getattr(own, name) for name in _OF_THE_FILE}, stored=stored)
             yield dataclasses.replace(region, quant=said)
     quant = in_core(request.policy.quant, request, core)
     yield Region(quant=quant and dataclasses.replace(quant, attention="none"))

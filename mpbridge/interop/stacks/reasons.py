@@ -259,9 +259,8 @@ def _arithmetic(a: Setup, b: Setup) -> str:
         return "They compute differently" if other else "The same arithmetic, with a different layout of tensors"
     # what only one of the two says beyond its meaning: what two files of one stack both say is the same
     both = set(a.unsaid) & set(b.unsaid) if a.stack == b.stack else set()
-    beyond = "; ".join(
-        f"{name} has {line}" for name, one in (("A", a), ("B", b)) for line in one.unsaid if line not in both
-    )
+    said = [(name, line) for name, one in (("A", a), ("B", b)) for line in one.unsaid if line not in both]
+    beyond = "; ".join(f"{name} has {line}" for name, line in said)
     text = f"What mpbridge can express of both is the same, but not all of it: {beyond}"
     return text if beyond else "They mean the same"
 
@@ -269,10 +268,9 @@ def _arithmetic(a: Setup, b: Setup) -> str:
 def _way(a: Setup, b: Setup) -> str:
     apart, formats = differences(a.meaning, b.meaning), [traits(one.engine).checkpoints for one in (a, b)]
     if a.stack == b.stack == OURS and formats[0] != formats[1]:
-        engines = (
-            f"Checkpoints of engine {a.engine} cannot be continued with engine {b.engine}: names and shapes differ."
-        )
-        return f"{engines} Through a Hugging Face folder (mpbridge convert), only {ALONE}"
+        engines = f"Checkpoints of engine {a.engine} cannot be continued with engine {b.engine}"
+        through = f"Through a Hugging Face folder (mpbridge convert), only {ALONE}"
+        return f"{engines}: names and shapes differ. {through}"
     if a.stack == b.stack == OURS:
         judged = "if mpbridge resume-check, which knows the run, allows it"
         return f"A checkpoint of A can be continued in B {judged if apart else 'unchanged'}"

@@ -121,10 +121,8 @@ def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:
     """Transformer Engine options that are set only through environment variables; empty if the recipe states none."""
     stated = [(quant.row.option(name), value) for quant in quants for name, value in quant.options]
     said = [option.setting(value) for option, value in stated if option.variable]
-    unset = " unset"
-    words = [
-        f"unset {one.removesuffix(unset)}" if one.endswith(unset) else f"export {one}" for one in dict.fromkeys(said)
-    ]
+    off = " unset"
+    words = [f"unset {one.removesuffix(off)}" if one.endswith(off) else f"export {one}" for one in dict.fromkeys(said)]
     return (Fragment(name="environment", text="\n".join(words)),) if words else ()
 
 
@@ -300,9 +298,9 @@ def _commented_meaning(data: dict[str, Any]) -> Meaning:
         raise BadValue(f"unknown: {', '.join(sorted(strange))}")
     said: dict[str, Any] = {name: dtype(value) if name in _DTYPES else value for name, value in data.items()}
     made = None if quant is None else Quant(**{name: _tuples(value) for name, value in quant.items()})
-    kinds = {name: int if name == "hysteresis" else float for name in scale or ()}
-    made_scale = LossScale(**{name: kinds[name](value) for name, value in scale.items()}) if scale else None
-    meaning = Meaning(**said, loss_scale=made_scale)
+    numbers: dict[str, Any] = {name: float(value) for name, value in scale.items()} if scale else {}
+    numbers |= {"hysteresis": int(numbers["hysteresis"])} if "hysteresis" in numbers else {}
+    meaning = Meaning(**said, loss_scale=LossScale(**numbers) if scale else None)
     return with_quant(meaning, made, (int(ends[0]), int(ends[1])) if ends else None)
 
 

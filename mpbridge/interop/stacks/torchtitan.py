@@ -61,10 +61,8 @@ def experts(policy: PrecisionPolicy) -> str:
     quant = policy.quant
     assert quant is not None  # called only for quantized recipes
     row, (first, last) = CONVERTERS[quant.scaling], policy.ends or (0, 0)
-    text = (
-        f"except in the first {first} and the last {last} layers, in every layer there: {row.experts} selects no layers"
-    )
-    alone = "" if policy.ends is None else text
+    text = f"except in the first {first} and the last {last} layers, in every layer there"
+    alone = "" if policy.ends is None else f"{text}: {row.experts} selects no layers"
     return alone if row.experts else f"in {policy.compute.short.upper()} there: {row.lacks}"
 
 

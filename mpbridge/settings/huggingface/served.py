@@ -213,10 +213,8 @@ def chosen(method: str, found: Sequence[Cast], facts: RunFacts) -> ServedFormat:
         return rows[0]
     shown = reasons[:5] + ([f"and {len(reasons) - 5} more"] if len(reasons) > 5 else [])
     others = ", ".join(row.name for row in fitting(found, facts))
-    none = (
-        "no served format holds these weights unchanged: convert without --quantization writes them in high precision"
-    )
-    cure = f"these weights fit {others}" if others else none
+    wide = "convert without --quantization writes them in high precision"
+    cure = f"these weights fit {others}" if others else f"no served format holds these weights unchanged: {wide}"
     raise BadValue(f"the weights of training cannot be written as {method}: {'; '.join(shown)} ({cure})")
 
 

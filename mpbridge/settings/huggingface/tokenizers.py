@@ -122,9 +122,8 @@ def cached(name: str) -> Path | None:
     """The newest copy of a repository in huggingface_hub's cache; None if there is none."""
     if not is_repository(name):
         return None
-    home = Path(
-        os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(os.environ.get("HF_HOME") or caches / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     repository = hub / f"models--{name.replace('/', '--')}"
     try:
@@ -138,9 +137,8 @@ def cached(name: str) -> Path | None:
 def _given(name: str, words: Vocabulary, given: str | int) -> int:
     number = words.tokens.get(given) if isinstance(given, str) else given
     if number is None or not 0 <= number < words.size:
-        raise BadValue(
-            f"data.end_of_text={given!r}: the tokenizer {name!r} has no such token (it has {words.size:,} tokens)"
-        )
+        has = f"the tokenizer {name!r} has no such token (it has {words.size:,} tokens)"
+        raise BadValue(f"data.end_of_text={given!r}: {has}")
     return number
 
 
