@@ -50,9 +50,8 @@ def parameters(shape) -> int:
     for layer in range(0 if shape.pattern else shape.num_layers):
         mixture = shape.is_expert_layer(layer)
         routed = shape.experts * (3 * shape.expert_ffn_hidden_size + 1) if mixture else 0
-        count += attention + hidden * (
-            2 + routed + 3 * (shape.shared_expert_size if mixture else shape.ffn_hidden_size)
-        )
+        every = shape.shared_expert_size if mixture else shape.ffn_hidden_size
+        count += attention + hidden * (2 + routed + 3 * every)
     return count
 
 

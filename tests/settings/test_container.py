@@ -91,11 +91,7 @@ def test_an_author_who_disagrees_is_named_in_the_plan():
 
 
 def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
-    aware = {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": "torch.bfloat16",
-        "use_distributed_optimizer": True,
-    }
+    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "use_distributed_optimizer": True}
     run = container(optimizer=aware).resolved()
     assert run.policy.exp_avg is DType.BF16
     assert run.policy.precision_aware

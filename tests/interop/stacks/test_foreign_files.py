@@ -24,9 +24,7 @@ MERGES = "mixed_precision:\n  a: &a {x: 1, y: 2}" + "".join(
 @pytest.mark.parametrize("name", ["{0}/evil.py:cfg", "{0}/evil.py", "evil:cfg"])
 def test_compare_executes_no_python_file(name: str, file, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = tmp_path / "ran"
-    code = (
-        f"import pathlib\npathlib.Path({str(ran)!r}).write_text('x')\nfrom mpbridge import MixedPrecisionConfig\n\n\n"
-    )
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('x')\nfrom mpbridge import MixedPrecisionConfig\n"
     file("evil.py", f"{code}def cfg():\n    return MixedPrecisionConfig(bf16=True)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "executed" in cli("compare", "bf16_mixed", name.format(tmp_path), code=2)
@@ -36,10 +34,8 @@ def test_compare_executes_no_python_file(name: str, file, cli, tmp_path: Path, m
 def test_compare_reads_a_stacks_python_file_as_text(file, cli, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('x')\nfrom megatron.bridge.training.config import ConfigContainer\n\n\n"
-    path = file(
-        "pretrain.py", f"{code}def pretrain_config():\n    return ConfigContainer(mixed_precision='bf16_mixed')\n"
-    )
-    assert "stored parameters" in cli("compare", "bf16_mixed", f"{path}:pretrain_config")
+    path = file("pretrain.py", f"{code}def made():\n    return ConfigContainer(mixed_precision='bf16_mixed')\n")
+    assert "stored parameters" in cli("compare", "bf16_mixed", f"{path}:made")
     assert not ran.exists()
 
 

@@ -100,10 +100,8 @@ def test_a_recipe_file_states_its_engine_and_a_wrong_one_is_refused(tmp_path: Pa
 
 
 def test_compare_reads_every_file_that_is_a_recipe_and_names_what_reads_the_others(file, cli) -> None:
-    tuned = file(
-        "tuned.yaml", "extends: bf16_mixed\ngrad_reduce_in_fp32: false\nengine: mcore\nevidence: {model: tiny}\n"
-    )
-    assert "gradients on the wire" in cli("compare", tuned, "bf16_mixed").partition("alike")[0]
+    text = "extends: bf16_mixed\ngrad_reduce_in_fp32: false\nengine: mcore\nevidence: {model: tiny}\n"
+    assert "gradients on the wire" in cli("compare", file("tuned.yaml", text), "bf16_mixed").partition("alike")[0]
     wrong = {"extends: bf16_mixed\ngrad_reduce_in_fp31: false\n": "grad_reduce_in_fp32", "color: red\n": "mpbridge import FILE --from STACK"}  # fmt: skip
     for text, said in wrong.items():
         assert said in cli("compare", file("tuned.yaml", text), "bf16_mixed", code=2)

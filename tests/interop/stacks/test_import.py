@@ -16,6 +16,7 @@ import torch
 from mpbridge.common.errors import BadValue, DataError, MpbridgeError
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Imported
+from mpbridge.interop.stacks.exporters import STACKS
 from mpbridge.interop.stacks.importers import read_file, read_text
 from mpbridge.interop.stacks.nearest import answer
 
@@ -82,13 +83,11 @@ def test_a_payload_in_a_checkpoint_does_not_run(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "PAYLOAD_RAN").exists()
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x80", b"PK\x03\x04broken", b"(" * 1000, b"\x80\x04]" + b"\x94" * 50 + b"h\xff."]
-)
-def test_a_broken_checkpoint_is_one_readable_error(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "common.pt").write_bytes(content)
-    with pytest.raises(DataError, match=r"common\.pt"):
-        read_file(tmp_path / "common.pt")
+def test_a_broken_checkpoint_is_one_readable_error(tmp_path: Path) -> None:
+    for content in (b"", b"\x80", b"PK\x03\x04broken", b"(" * 1000, b"\x80\x04]" + b"\x94" * 50 + b"h\xff."):
+        (tmp_path / "common.pt").write_bytes(content)
+        with pytest.raises(DataError, match=r"common\.pt"):
+            read_file(tmp_path / "common.pt")
 
 
 @pytest.mark.parametrize(
@@ -100,9 +99,7 @@ def test_a_file_that_no_stack_wrote_is_one_readable_error(text: str, name: str) 
         read_text(text, name=name)
 
 
-@pytest.mark.parametrize(
-    "stack", ["megatron-bridge", "automodel", "torchtitan", "accelerate", "lightning", "deepspeed", "transformers"]
-)
+@pytest.mark.parametrize("stack", [stack for stack in STACKS if stack not in ("megatron-lm", "fsdp2")])
 def test_random_plain_data_ends_in_an_answer_or_in_our_own_error(stack: str) -> None:
     import random
 

@@ -47,11 +47,8 @@ def test_an_unknown_key_is_named_with_the_nearest_and_others_are_told_from_it(na
     assert without.unknown == ()
 
 
-@pytest.mark.parametrize(
-    "stack", ["accelerate", "automodel", "deepspeed", "lightning", "megatron-bridge", "torchtitan", "transformers"]
-)
-def test_each_stack_has_its_list_of_keys(stack: str) -> None:
-    assert len(set().union(*known(stack).values())) > 30
+def test_each_stack_has_its_list_of_keys() -> None:
+    assert all(len(set().union(*known(name.split()[0]).values())) > 30 for name in TEXTS)
 
 
 def test_a_key_about_precision_that_decides_nothing_is_said_and_is_not_among_the_others() -> None:
@@ -79,14 +76,12 @@ def test_the_verb_counts_what_is_not_about_precision_in_one_line(file, cli) -> N
     assert "mixed_precison (nearest: mixed_precision)" in printed
 
 
-@pytest.mark.parametrize(
-    ("stack", "text"), [("megatron-lm", "--bf16"), ("lightning", "precision=bf16-mixed"), ("transformers", "--bf16")]
-)
-def test_a_version_that_was_never_read_is_said_with_what_was_assumed(stack: str, text: str) -> None:
-    found = read_args(text, stack=stack, version="0.1.2")
-    assert "0.1.2 is not supported" in found.assumed[0]
-    assert found.version in found.assumed[0]
-    assert not any("not supported" in line for line in read_args(text, stack=stack, version=found.version).assumed)
+def test_a_version_that_was_never_read_is_said_with_what_was_assumed() -> None:
+    for stack, text in {"megatron-lm": "--bf16", "lightning": "precision=bf16-mixed", "transformers": "--bf16"}.items():
+        found = read_args(text, stack=stack, version="0.1.2")
+        assert "0.1.2 is not supported" in found.assumed[0]
+        assert found.version in found.assumed[0]
+        assert not any("not supported" in line for line in read_args(text, stack=stack, version=found.version).assumed)
 
 
 def arguments(**more: Any) -> dict[str, Any]:

@@ -61,11 +61,9 @@ def follows(made: Export, policy: PrecisionPolicy) -> None:
 def test_layers_from_the_end_need_the_depth_and_are_in_the_file_where_a_run_gives_it() -> None:
     config = MixedPrecisionConfig(bf16=True, **LATE)
     assert any(line.fact == "modules" and line.fidelity == "impossible" for line in export(config, "megatron-lm").lines)
-    run = ConfigContainer(
-        mixed_precision={"recipe": "bf16_mixed", **LATE},
-        model={"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
-        data={"seq_length": 32},
-    ).resolved(1, training=False)
+    model = {"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+    mine = ConfigContainer(mixed_precision={"recipe": "bf16_mixed", **LATE}, model=model, data={"seq_length": 32})
+    run = mine.resolved(1, training=False)
     made = export("bf16_mixed", "megatron-lm", run=run)
     follows(made, run.policy)
     assert not any(line.fidelity == "impossible" for line in made.lines)

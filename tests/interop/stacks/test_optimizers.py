@@ -62,9 +62,8 @@ def test_arguments_in_a_checkpoint_are_all_said(tmp_path: Path) -> None:
 
 
 def test_import_and_compare_print_the_optimizer(file, cli) -> None:
-    path = file(
-        "ds.json", '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Lion"}}'
-    )
+    said = '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Lion"}}'
+    path = file("ds.json", said)
     printed = cli("import", path)
     assert "bytes per parameter (dense, Lion)" in printed
     assert "not said, decided by its defaults:\n  communication_data_type=bf16" in printed
@@ -101,7 +100,8 @@ def test_a_runs_optimizer_is_written_or_named_as_lost(name: str, stack: str, siz
     assert not any(line.text.startswith("18 here") for line in made.lines)
 
 
-@pytest.mark.parametrize(("name", "version", "lost"), [("soap", "0.16", True), ("soap", "0.20", False), ("lion", "0.16", True), ("lion", "0.20", False)])  # fmt: skip
+@pytest.mark.parametrize("name", ["soap", "lion"])
+@pytest.mark.parametrize(("version", "lost"), [("0.16", True), ("0.20", False)])
 def test_an_optimizer_is_written_for_the_parsers_that_know_it(name: str, version: str, lost: bool) -> None:
     made = export("bf16_mixed", "megatron-lm", version=version, run=trained_by(name))
     assert (f"--optimizer {name}" in made.pieces[0].text) is not lost

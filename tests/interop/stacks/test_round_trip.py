@@ -38,18 +38,12 @@ def back(one: Export, more: str = "") -> Imported:
         return found
     python = read_python(texts["config_registry.py"], None, stack=one.stack)
     fields = {**found.fields, **python.fields} if found.fields else {}
-    return dataclasses.replace(
-        found, fields=fields, meaning=dataclasses.replace(found.meaning, regions=python.meaning.regions)
-    )
+    meaning = dataclasses.replace(found.meaning, regions=python.meaning.regions)
+    return dataclasses.replace(found, fields=fields, meaning=meaning)
 
 
-UNWRITTEN = {
-    # its router computes in FP32 whatever its text says: there is no text to be read back
-    "torchtitan": ("router",),
-    # true is what megatron-core's class has, so nothing differs from it that could be read back
-    "megatron-bridge": ("softmax_fp32",),
-    "megatron-lm": ("softmax_fp32",),
-}
+# torchtitan's router computes in FP32 whatever its text says, and true is what megatron-core's class has: there is nothing to be read back
+UNWRITTEN = {"torchtitan": ("router",), "megatron-bridge": ("softmax_fp32",), "megatron-lm": ("softmax_fp32",)}
 
 
 @functools.cache

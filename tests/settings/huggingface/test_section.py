@@ -69,9 +69,7 @@ def _without(data: dict[str, Any], name: str) -> dict[str, Any]:
         (published.DEEPSEEK_V3, "routed_scaling_factor", {"moe_router_topk_scaling_factor": 2.5}, {}),
     ],
 )
-def test_a_field_that_is_left_out_has_the_familys_default_and_null_has_none(
-    config: dict[str, Any], key: str, wanted: dict[str, Any], of_null: dict[str, Any]
-) -> None:
+def test_a_field_that_is_left_out_has_the_familys_default_and_null_has_none(config, key, wanted, of_null) -> None:
     left_out, null = section(_without(config, key)), section(config | {key: None})
     assert {name: left_out.get(name) for name in wanted} == wanted
     assert {name: null.get(name) for name in of_null} == of_null
@@ -102,9 +100,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
         ({"attention_factor": 1.0}, (1.0, 1.0)),
     ],
 )
-def test_yarn_multiplies_sines_and_cosines_as_transformers_does(
-    more: dict[str, float], scales: tuple[Any, Any]
-) -> None:
+def test_yarn_multiplies_sines_and_cosines_as_transformers_does(more, scales) -> None:
     made = section(published.QWEN2_5_7B | {"rope_scaling": YARN | more})
     assert made["position_embedding_type"] == "yarn"
     assert (made["yarn_rotary_scaling_factor"], made["yarn_original_max_position_embeddings"]) == (4.0, 32768)
@@ -259,20 +255,10 @@ def test_verbs_that_think_answer_for_a_folder_without_any_library(tmp_path: Path
     vocabulary = json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}).encode()
     place = folder(tmp_path / "model", published.LLAMA_3_1_8B, tokenizer__json=vocabulary)
     words = f"memory --config hf:{place} --target b200 data.tokenizer={place} model.vocab_size=null".split()
-    heavy = [
-        "torch",
-        "megatron",
-        "numpy",
-        "safetensors",
-        "tokenizers",
-        "transformers",
-        "datasets",
-        "huggingface_hub",
-        "pyarrow",
-    ]
+    heavy = {"torch", "megatron", "numpy", "safetensors", "tokenizers", "transformers", "datasets", "huggingface_hub", "pyarrow"}  # fmt: skip
     code = (
         f"import sys\nfrom mpbridge.cli.main import main\nassert main({words!r}) in (0, 1)\n"
-        f"print(sorted(set({heavy!r}) & set(sys.modules)), file=sys.stderr)"
+        f"print(sorted({heavy!r} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.stderr.strip() == "[]"
