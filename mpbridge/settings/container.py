@@ -183,7 +183,6 @@ class ConfigContainer:
         return next(switched, DEFAULT)
 
     def _sources(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Where each given value came from."""
         out: dict[str, str] = {}
         for section, values in given.items():
             whole, here = getattr(self, section), f"the {section} section"
@@ -195,11 +194,8 @@ class ConfigContainer:
         """HTML for notebooks: what was set, by section."""
         from mpbridge.common.tables import table
 
-        rows = [
-            (section, name, value)
-            for section, values in self.as_data().items()
-            for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
-        ]
+        data = {name: one if isinstance(one, Mapping) else {"": one} for name, one in self.as_data().items()}
+        rows = [(section, name, value) for section, values in data.items() for name, value in values.items()]
         return table("ConfigContainer", ("section", "setting", "value"), rows).html()
 
     def as_data(self) -> dict[str, Any]:
@@ -242,9 +238,7 @@ class ConfigContainer:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (str, int, float, bool))
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, (str, int, float, type(None)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

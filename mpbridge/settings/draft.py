@@ -199,10 +199,10 @@ class Draft:
         """What `make` returns; None if it raises, which is added to the faults."""
         try:
             return make()
-        except Contradiction as error:
-            self.faults += [f"{where}{fault}" for fault in error.faults]
         except MpbridgeError as error:
-            self.faults.append(f"{where}{error}")
+            self.faults += [
+                f"{where}{fault}" for fault in (error.faults if isinstance(error, Contradiction) else [error])
+            ]
         return None
 
 

@@ -54,9 +54,7 @@ class ConfigLayers:
             self.faults.append(f"{cut(name)} (from {source}): {UnknownName('section', str(name), TOP)}")
         if len(strange) > MOST_NAMED:
             self.faults.append(f"{len(strange) - MOST_NAMED:,} further unknown sections (from {source})")
-        for name, value in layer.items():
-            if name not in TOP:
-                continue
+        for name, value in ((name, value) for name, value in layer.items() if name in TOP):
             if name in SECTIONS and value is None:
                 out[name] = {}
             elif name in SECTIONS and not isinstance(value, Mapping):
@@ -182,12 +180,10 @@ def dotted(overrides: Iterable[str], faults: list[str]) -> Tree:
     out: Tree = {}
     for text in overrides:
         name, equals, value = text.partition("=")
-        name = name.strip()
-        if not equals or not all(name.split(".")):
-            faults.append(f"{text!r}: expected key=value, as in optimizer.lr=3e-4")
-            continue
         try:
-            _put(out, name, _value(value))
+            if not equals or not all(name.strip().split(".")):
+                raise BadValue("expected key=value, as in optimizer.lr=3e-4")
+            _put(out, name.strip(), _value(value))
         except BadValue as error:
             faults.append(f"{text!r}: {error}")
     return out
@@ -230,12 +226,9 @@ def _put(tree: Tree, name: str, value: Any) -> None:
         if not isinstance(node, dict):
             raise BadValue(f"{step} already has a single value")
     old = node.get(way[-1])
-    if isinstance(old, dict) and isinstance(value, dict):
-        old.update(value)
-    elif isinstance(old, dict):
+    if isinstance(old, dict) and not isinstance(value, dict):
         raise BadValue(f"{way[-1]} already has settings below it")
-    else:
-        node[way[-1]] = value
+    node[way[-1]] = old | value if isinstance(old, dict) else value
 
 
 _ROLES = ("frozen", "lora_dtype")

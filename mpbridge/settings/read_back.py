@@ -14,12 +14,6 @@ from mpbridge.settings.schema import Setting, fit, settings
 from mpbridge.settings.sections import OWN
 
 
-def _expected(section: str) -> tuple[str, ...]:
-    """Names of the classes whose objects are accepted for a section."""
-    cls = CLASSES[section] if section in CLASSES else OWN[section].__name__
-    return (cls, LATENT) if section == "model" else (cls,)
-
-
 def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]:
     """The settings of `section` in `value` (None, a mapping, a config object).
 
@@ -33,7 +27,8 @@ def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]
     if section in OWN and isinstance(value, OWN[section]):
         fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(OWN[section])}
         return {name: now for name, (now, default) in fields.items() if now != default}
-    names, expected = {cls.__name__ for cls in type(value).__mro__}, _expected(section)
+    names, cls = {cls.__name__ for cls in type(value).__mro__}, CLASSES.get(section) or OWN[section].__name__
+    expected = (cls, LATENT) if section == "model" else (cls,)
     if not names & set(expected) or section in OWN:
         faults.append(f"{section} is a {type(value).__name__}: expected a mapping or a {' or '.join(expected)}")
         return {}

@@ -8,7 +8,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origin
 
@@ -136,44 +136,29 @@ def fit(setting: Setting, value: Any) -> Any:
     raise BadValue(f"{_short(value)}{kind}: expected {setting.expected()}")
 
 
-def _whole(value: Any) -> tuple[bool, Any]:
-    # 1e6 and 2.0 are floats in YAML, and whole numbers to the author
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    return whole or (isinstance(value, int) and not isinstance(value, bool)), int(value) if whole else value
-
-
-def _real(value: Any) -> tuple[bool, Any]:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return ok, float(value) if ok else value
-
-
-_PLAIN: Mapping[str, Callable[[Any], tuple[bool, Any]]] = {
-    "null": lambda value: (value is None, None),
-    "bool": lambda value: (isinstance(value, bool), value),
-    "int": _whole,
-    "float": _real,
-    "str": lambda value: (isinstance(value, str), value),
-    "list": lambda value: (True, list(value)) if isinstance(value, (list, tuple)) else (False, value),
-    "object": lambda value: (value is not None and not isinstance(value, (str, int, float, list, tuple, dict)), value),
-}
-"""Types that can be checked from the value alone: (whether it is one, the value in canonical form)."""
-
-
 def _as(name: str, setting: Setting, value: Any) -> tuple[bool, Any]:
     """(Whether `value` is a `name`, the value in canonical form)."""
-    if name in _PLAIN:
-        return _PLAIN[name](value)
-    if name == "activation":
-        return _activation(value)
-    if name in ("dtype", "choice"):
-        return _dtype(value) if name == "dtype" else _choice(setting, value)
-    return _list_of(name.removeprefix("list[").removesuffix("]"), setting, value)
-
-
-def _list_of(item: str, setting: Setting, value: Any) -> tuple[bool, Any]:
-    if not isinstance(value, (list, tuple)):
-        return False, value
-    parts = [_as(item, setting, part) for part in value]
+    listed, number = isinstance(value, (list, tuple)), isinstance(value, (int, float)) and not isinstance(value, bool)
+    match name:
+        case "null" | "bool" | "str":
+            return isinstance(value, {"null": type(None), "bool": bool, "str": str}[name]), value
+        case "int":  # 1e6 and 2.0 are floats in YAML, and whole numbers to the author
+            whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+            return whole or (number and isinstance(value, int)), int(value) if whole else value
+        case "float":
+            finite = number and math.isfinite(value)
+            return finite, float(value) if finite else value
+        case "object":
+            return value is not None and not listed and not isinstance(value, (str, int, float, dict)), value
+        case "activation":
+            return _activation(value)
+        case "dtype":
+            return _dtype(value)
+        case "choice":
+            return _choice(setting, value)
+    if not listed or name == "list":
+        return listed, list(value) if listed else value
+    parts = [_as(name.removeprefix("list[").removesuffix("]"), setting, part) for part in value]
     return all(ok for ok, _ in parts), [plain for _, plain in parts]
 
 

@@ -115,10 +115,8 @@ def read_stages(
             policy = resolve(config, optimizer=optimizer, layers=layers)
             if len(faults) == before:
                 found.append(Stage(recipe=name, config=config, policy=policy, until=until, engine=preferred))
-        except Contradiction as error:
-            faults += [f"{place}: {fault}" for fault in error.faults]
         except MpbridgeError as error:
-            faults.append(f"{place}: {error}")
+            faults += [f"{place}: {fault}" for fault in (error.faults if isinstance(error, Contradiction) else [error])]
     return tuple(found)
 
 

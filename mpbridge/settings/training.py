@@ -107,7 +107,6 @@ def batch_faults(train: Mapping[str, Any], parallel: Parallel | None) -> list[st
 
 
 def _fault(read: Callable[..., object], *given: Any) -> list[str]:
-    """What is wrong with settings that `read` reads."""
     try:
         read(*given)
     except BadValue as error:
@@ -152,8 +151,12 @@ def scheduler_arguments(run: Any) -> dict[str, Any]:
 
 def schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
     """Like `scheduler_arguments`, from the sections."""
-    plan, steps = _DEFAULTS | _given(section), train_iters(train)
-    batch, warmup = int(train["global_batch_size"]), _warmup(plan, steps)
+    plan, steps, batch = _DEFAULTS | _given(section), train_iters(train), int(train["global_batch_size"])
+    iterations, fraction = plan.get("lr_warmup_iters") or 0, plan.get("lr_warmup_fraction")
+    if fraction is not None and iterations:
+        fault = f"scheduler.lr_warmup_iters={iterations} and lr_warmup_fraction={fraction} are both set; keep one"
+        raise Contradiction([fault], subject="the schedule")
+    warmup = round(float(fraction) * steps) if fraction is not None else int(iterations)
     # a run shorter than its warm-up never decays, so unless a decay was requested its end may be after the run's
     decay = int(plan["lr_decay_iters"] or max(steps, warmup + 1))
     usual = _given(optimizer).get("weight_decay", _WEIGHT_DECAY)
@@ -189,11 +192,3 @@ def _faults(plan: Mapping[str, Any], peak: float, warmup: int, decay: int, first
          f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: set scheduler.weight_decay_incr_style=linear or cosine"),
     )  # fmt: skip
     return [text for broken, text in checks if broken]
-
-
-def _warmup(plan: Mapping[str, Any], steps: int) -> int:
-    iterations, fraction = plan.get("lr_warmup_iters") or 0, plan.get("lr_warmup_fraction")
-    if fraction is not None and iterations:
-        fault = f"scheduler.lr_warmup_iters={iterations} and lr_warmup_fraction={fraction} are both set; keep one"
-        raise Contradiction([fault], subject="the schedule")
-    return round(float(fraction) * steps) if fraction is not None else int(iterations)

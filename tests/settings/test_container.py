@@ -72,8 +72,6 @@ def test_the_containers_engine_is_stronger_than_the_recipes():
 def test_megatron_fsdp_is_said_in_both_places():
     assert container("bf16_megatron_fsdp").resolved().inputs["ddp"]["use_megatron_fsdp"] is True
     assert container(ddp={"use_megatron_fsdp": True}).resolved().engine == "megatron_fsdp"
-    c = container("bf16_megatron_fsdp", ddp={"use_megatron_fsdp": False})
-    assert "drop one of them" in faults(c)
 
 
 def test_aliases_and_files_are_known_by_their_canonical_name():
@@ -124,6 +122,9 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         ({"optimizer": {"overlap_param_gather": True}, "ddp": {"overlap_param_gather": False}}, 1, "the same setting"),
         ({"model": {"sequence_parallel": True}, "parallel": {"sequence_parallel": False}}, 1, "the same setting"),
         ({"engine": "mcroe"}, 1, "nearest: mcore"),
+        ({"precision": "bf16_megatron_fsdp", "ddp": {"use_megatron_fsdp": False}}, 1, "drop one of them"),
+        ({"precision": "nemotron_3_super_bf16_with_nvfp4_mixed"}, 1, "edge layers"),
+        ({"precision": {"fp16": True, "bf16": True}}, 1, "mixed_precision: fp16 and bf16 are on together: keep one"),
         ({"emulate": "yes"}, 1, "expected true, false, fast or te"),
         ({"model": [1]}, 1, "model is a list"),
     ],
@@ -157,15 +158,6 @@ def test_a_value_that_cannot_be_is_one_fault_and_not_missing_too(section, name, 
 def test_planning_asks_for_less_than_training():
     c = container(train={"train_iters": None}, optimizer={"lr": None})
     assert c.resolved(training=False).train["train_iters"] is None
-
-
-def test_a_precision_config_that_contradicts_itself_is_a_fault_of_the_configuration():
-    said = faults(container(MixedPrecisionConfig(bf16=True, fp16=True)))
-    assert said == "mixed_precision: fp16 and bf16 are on together: keep one"
-
-
-def test_more_edge_layers_than_the_model_has():
-    assert "edge layers" in faults(container("nemotron_3_super_bf16_with_nvfp4_mixed"))
 
 
 def test_facts_with_two_homes_are_said_in_both():

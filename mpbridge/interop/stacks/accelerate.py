@@ -181,7 +181,6 @@ def _meaning(read: Reader, word: str, kind: str) -> Meaning:
 
 
 def _deepspeed(read: Reader, word: str) -> tuple[Meaning, dict[str, Any]]:
-    """DeepSpeed's settings as accelerate fills them in."""
     file, stage = read.at("deepspeed_config.deepspeed_config_file"), read.at("deepspeed_config.zero_stage")
     read.note("undecided", f"{cut(file)} decides: pass that file (--from deepspeed)", file is not None)
     if stage is None:

@@ -126,12 +126,16 @@ def read_data(data: Any, *, version: str) -> Imported:
     storage, quant, gate = _storage(read), _quant(read), read.dtype("model.backend.gate_precision")
     _backend(read)
     ends = None if quant is None else _ends(read)
-    meaning = with_quant(_with_optimizer(read, _MEANINGS.get(strategy, _ddp)(read, storage)), quant, ends)
+    described = strategy if strategy in _MEANINGS else "ddp"
+    ignored = described in ("megatron_fsdp", "ddp") and read.at("distributed.mp_policy") is not None
+    read.note("contradicts", f"distributed.mp_policy under strategy {described}: AutoModel raises ValueError", ignored)
+    meaning = _MEANINGS[strategy](read, storage) if strategy in _MEANINGS else updated_itself(storage)
+    meaning = with_quant(_with_optimizer(read, meaning), quant, ends)
     cast = read.dtype("distributed.autocast_dtype")
     wrapped = cast if "dllm" in data else None  # recipes/dllm wraps the forward pass in it
     meaning = dataclasses.replace(meaning, router=gate, autocast=wrapped)
     read.note_rows(
-        ("contradicts", strategy not in _MEANINGS, f"distributed.strategy={strategy}: AutoModel has fsdp2, megatron_fsdp, ddp; described as ddp"),
+        ("contradicts", described != strategy, f"distributed.strategy={strategy}: AutoModel has fsdp2, megatron_fsdp, ddp; described as ddp"),
         ("inert", cast is not None and wrapped is None, "distributed.autocast_dtype: no recipe of an autoregressive language model reads it"),
         ("cannot_express", "peft" in data, "peft: only adapters are trained"),
     )  # fmt: skip
@@ -195,17 +199,11 @@ def _fsdp2(read: Reader, storage: DType) -> Meaning:
 
 
 def _megatron_fsdp(read: Reader, storage: DType) -> Meaning:
-    _no_policy(read, "megatron_fsdp")
     keeps = read.flag("distributed.preserve_fp32_weights")
     reduce = DType.FP32 if read.flag("distributed.grad_reduce_in_fp32") else storage
     state, main = DType.FP32 if keeps else storage, DType.FP32 if keeps and storage is not DType.FP32 else None
     found = updated_itself(storage, wire=reduce, main=main, exp_avg=state, exp_avg_sq=state, sharded="everything")
     return dataclasses.replace(found, accumulator=reduce)
-
-
-def _ddp(read: Reader, storage: DType) -> Meaning:
-    _no_policy(read, "ddp")
-    return updated_itself(storage)
 
 
 def _diffusion(read: Reader, storage: DType) -> Meaning:
@@ -220,16 +218,11 @@ def _diffusion(read: Reader, storage: DType) -> Meaning:
 
 _DIFFUSION = frozenset({"flow_matching", "fsdp"})
 """Sections that only its diffusion recipes read."""
-_MEANINGS = {"fsdp2": _fsdp2, "megatron_fsdp": _megatron_fsdp, "ddp": _ddp, "diffusion": _diffusion}
-
-
-def _no_policy(read: Reader, strategy: str) -> None:
-    given = read.at("distributed.mp_policy") is not None
-    read.note("contradicts", f"distributed.mp_policy under strategy {strategy}: AutoModel raises ValueError", given)
+_MEANINGS = {"fsdp2": _fsdp2, "megatron_fsdp": _megatron_fsdp, "diffusion": _diffusion}
+"""Strategy -> what reads it; for any other than ddp it is described as that."""
 
 
 def _optimizer(read: Reader) -> str:
-    """Its class or name; '' where none is said."""
     return str(read.at("optimizer._target_") or read.at("optimizer.name") or "")
 
 

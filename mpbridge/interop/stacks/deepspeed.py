@@ -192,7 +192,6 @@ def _meaning(said: _Settings) -> Meaning:
 
 
 def _fields(said: _Settings, meaning: Meaning) -> dict[str, Any]:
-    """The nearest recipe."""
     wide = said.wire is DType.FP32
     fields: dict[str, Any] = {**base_field(meaning.compute), "grad_reduce_in_fp32": wide}
     if said.base is DType.FP32 and meaning.compute is not DType.FP32:

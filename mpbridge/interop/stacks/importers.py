@@ -126,10 +126,7 @@ def read_args(text: str, *, stack: str | None = None, version: str | None = None
 
 
 def _read_words(script: LaunchScript, stack: str | None, version: str | None, name: str, beside: Path | None) -> Imported:  # fmt: skip
-    """The meaning of a command's words, by the reader of its stack, or that of the DeepSpeed file that they name and the script writes.
-
-    name: the file's, for messages. beside: the folder of the files that they name.
-    """
+    """By the reader of their stack, or that of the DeepSpeed file that they name and the script writes. beside: the folder of the files that they name."""
     file = deepspeed_file(script.words)
     if file is not None and file in script.documents:
         found = read_data_of("deepspeed", load(script.documents[file], "ds.json"), version=version)

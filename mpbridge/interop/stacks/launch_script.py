@@ -89,8 +89,6 @@ def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a variable holds."""
-
     words: tuple[str, ...] = ("",)
     array: bool = False
     notes: tuple[str, ...] = ()

@@ -70,7 +70,6 @@ def _object(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipe(quant: Quant) -> dict[str, Any]:
-    """The arguments of DelayedScaling."""
     recipe: dict[str, Any] = {"fp8_format": quant.format.upper(), "amax_history_len": quant.amax_history}
     recipe |= {"amax_compute_algo": quant.amax_algo, "margin": quant.margin}
     recipe |= {} if quant.wgrad else {"override_linear_precision": (False, False, True)}
@@ -321,7 +320,6 @@ def _refused(said: _Settings) -> None:
 
 
 def _meaning(said: _Settings) -> tuple[Meaning, dict[str, Any]]:
-    """(the meaning, the fields that say it)."""
     base = said.base
     if "deepspeed" in said.strategy and said.arguments.get("config") is not None:
         return _by_deepspeeds_file(said, said.arguments["config"])

@@ -144,7 +144,6 @@ def _updates(request: Request) -> Mapping[str, str]:
 
 
 def _unsayable(request: Request) -> Iterator[Line]:
-    """Facts that no Megatron-LM flag expresses."""
     policy = request.policy
     main = policy.settled().main_params
     attention = any(quant.attention != "none" for quant in policy.quants)

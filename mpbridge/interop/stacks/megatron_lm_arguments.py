@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,7 +160,7 @@ def parse(words: list[str], version: str) -> Arguments:
         if word.startswith("--") and name in known:
             values, arity = [attached] if equals else list[str](), known[name]
             most = 0 if equals else arity if isinstance(arity, int) else len(words)
-            while words and not _is_option(words[0]) and most > len(values):
+            while words and not _OPTION.match(words[0]) and most > len(values):
                 values.append(words.pop(0))
             _store(given, name, values)
         elif word.startswith("--") or (word.strip() and not word.endswith(".py")):
@@ -180,8 +181,8 @@ def _unknown(word: str, known: Iterable[str]) -> str:
     return cut(name) + (f" (nearest: {near[0]})" if near else "")
 
 
-def _is_option(word: str) -> bool:
-    return word.startswith("-") and not word[1:2].isdigit() and len(word) > 1 and word[1] != "."
+_OPTION = re.compile(r"-[^\d.]")
+"""What an option begins with, unlike a negative number."""
 
 
 def _store(given: Arguments, option: str, values: list[str]) -> None:

@@ -130,7 +130,6 @@ def _fields(given: Arguments) -> dict[str, Any]:
 
 
 def _states(given: Arguments) -> dict[str, Any]:
-    """The states that the optimizer or the sharding wrapper keeps."""
     fields: dict[str, Any] = {}
     if given.on("aware"):
         fields["use_precision_aware_optimizer"] = True

@@ -42,8 +42,6 @@ _COPIES = frozenset({"copy.copy", "copy.deepcopy", "copy.replace", "dataclasses.
 
 
 class _Returned(Exception):
-    """Ends a function."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -86,7 +84,6 @@ class Reading:
         return None
 
     def _find(self, name: str, module: Module) -> Any:
-        """The meaning of a name in a file."""
         if name in module.functions:
             return SourceFunction(module.functions[name], module)
         if name in module.constants:

@@ -95,7 +95,6 @@ def deepspeed_file(words: Sequence[str]) -> str | None:
 
 
 def _is_setting(word: str) -> bool:
-    """Whether a word is an option or an override."""
     head, equals, _ = word.lstrip("+~").partition("=")
     return len(word) > 2 and (word.startswith("--") or bool(equals and head.replace(".", "_").isidentifier()))
 

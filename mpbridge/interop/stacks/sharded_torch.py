@@ -43,7 +43,11 @@ def torch_meaning(
     can express. Other facts that a policy states are missing until the stack's module adds them.
     """
     settled = policy.settled()
-    storage, main = _weights(settled, fused_adam=fused_adam)
+    kept = settled.main_params or DType.FP32
+    # torch's optimizers update what is stored, FusedAdam can keep FP32 beside BF16; a 16-bit copy in another dtype cannot be expressed: FP32 is nearest
+    own, low = kept is settled.params, settled.params is DType.BF16 and kept is DType.FP32
+    beside = fused_adam and settled.precision_aware and low
+    storage, main = kept if own else settled.params if beside else DType.FP32, DType.FP32 if beside else None
     cast = settled.autocast or settled.compute if autocast and settled.mixed else None
     states = (storage, storage) if main is None else (settled.exp_avg or DType.FP32, settled.exp_avg_sq or DType.FP32)
     output = settled.output if hands_on and settled.output is not settled.compute else None
@@ -52,18 +56,6 @@ def torch_meaning(
         wire=wire or settled.reduce, accumulator=storage, exp_avg=states[0], exp_avg_sq=states[1],
         sharded="everything", loss_scale=scaler, regions=regions, output=output, pipeline=output,
     )  # fmt: skip
-
-
-def _weights(settled: PrecisionPolicy, *, fused_adam: bool) -> tuple[DType, DType | None]:
-    """(stored dtype, separate main weights): torch's optimizers update what is stored, FusedAdam can keep FP32 in addition to BF16.
-
-    A 16-bit copy in another dtype than the parameters' cannot be expressed; FP32 is nearest.
-    """
-    main = settled.main_params or DType.FP32
-    if main is settled.params:
-        return main, None
-    beside = fused_adam and settled.precision_aware and settled.params is DType.BF16 and main is DType.FP32
-    return (settled.params, DType.FP32) if beside else (DType.FP32, None)
 
 
 def regions_there(policy: PrecisionPolicy, words: Mapping[str, Quant], *, edges: bool = False) -> tuple[Region, ...]:
@@ -246,7 +238,6 @@ def commented(stack: str, meaning: Meaning, code: str) -> str:
 
 
 def _set(value: LossScale | Quant) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults."""
     said = {one.name: (getattr(value, one.name), one.default) for one in dataclasses.fields(value)}
     return {name: given for name, (given, default) in said.items() if given != default}
 

@@ -235,7 +235,6 @@ def _converted(converters: list[Any], read: Reader) -> Quant | None:
 
 
 def _covers_gate(said: Mapping[str, Any]) -> bool:
-    """Whether a converter's substrings choose the router's gate."""
     covered, left = said.get("fqns"), said.get("filter_fqns")
 
     def named(given: Any) -> bool:

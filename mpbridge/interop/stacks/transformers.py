@@ -15,7 +15,7 @@ from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
 from mpbridge.interop.stacks.known_keys import imported, known
-from mpbridge.interop.stacks.meaning import Meaning, updated_itself
+from mpbridge.interop.stacks.meaning import updated_itself
 from mpbridge.interop.stacks.reading import Reader, options_of, stray
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, commented, fields_of, torch_meaning
 
@@ -78,9 +78,13 @@ def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:
     fp16 = fp16 and not cpu
     if not cpu:
         _tf32(read_)
-    base, scale = DType.BF16 if bf16 else DType.FP16 if fp16 else None, TORCH_SCALER if fp16 else None
-    meaning = _meaning(storage or DType.FP32, base, version_)
-    meaning = dataclasses.replace(meaning, sharded="nothing" if whole else meaning.sharded, loss_scale=scale)
+    base, stored = DType.BF16 if bf16 else DType.FP16 if fp16 else None, storage or DType.FP32
+    # FSDP upcasts what is stored and reduces in 16 bits, with autocast over FSDP1 alone
+    cast, upcast = base if version_ != 2 else None, base is not None and version_ is not None
+    meaning = updated_itself(
+        DType.FP32 if upcast else stored, base, base if upcast else None, autocast=cast, loss_scale=TORCH_SCALER if fp16 else None,
+        sharded="nothing" if version_ is None or whole else "everything",
+    )  # fmt: skip
     momentum = re.search(r"\bmomentum\s*=\s*([^,\s]+)", read_.text("optim_args"))
     return imported(
         read_, NAME, version, meaning, fields_of(meaning, read_), engine=DEFAULT if version_ is None else engine_with("optimizer"),
@@ -119,12 +123,3 @@ def _tf32(read: Reader) -> None:
     read.cannot(f"tf32: {effect}", asked and read.flag("tf32"))
     alone = compiled and not asked and not read.flag("fp16")
     read.cannot(f"torch_compile switches TF32 on: {effect}; tf32=false keeps it off", alone)
-
-
-def _meaning(storage: DType, base: DType | None, fsdp: int | None) -> Meaning:
-    """Without a 16-bit dtype everything is as stored; FSDP upcasts what is stored and reduces in 16 bits, and has autocast over FSDP1 alone."""
-    if base is None:
-        return updated_itself(storage, sharded="nothing" if fsdp is None else "everything")
-    if fsdp is not None:
-        return updated_itself(DType.FP32, base, base, autocast=base if fsdp == 1 else None, sharded="everything")
-    return updated_itself(storage, base, autocast=base)

@@ -52,7 +52,6 @@ def _spelled(given: Any) -> Any:
 
 
 def _scaled(kind: str, inner: ConfigFields, *, latent: bool) -> dict[str, Any]:
-    """The settings that scale the frequencies, by rope_type."""
     if kind == "yarn":
         return _latent_yarn(inner) if latent else _yarn(inner)
     # megatron-core multiplies attention scores by a function of this factor, also in plain latent attention
@@ -141,7 +140,13 @@ def rope_fields(model: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
         scaling = {name: model[name] for name in ("original_max_position_embeddings", *_BETAS, *_SCALES)}
         out["rope_scaling"] = {"type": "yarn", "factor": float(model["rotary_scaling_factor"]), **scaling}
     elif model["position_embedding_type"] == "yarn":
-        out["rope_scaling"] = {"rope_type": "yarn", **_dense_yarn_fields(model)}
+        own = {name: model[f"yarn_{name}"] for name in ("original_max_position_embeddings", *_BETAS, *_SCALES)}
+        unsaid = _SCALES if None in (own[name] for name in _SCALES) else ()
+        out["rope_scaling"] = {
+            "rope_type": "yarn", "factor": float(model["yarn_rotary_scaling_factor"]),
+            **{name: value for name, value in own.items() if name not in unsaid},
+            **({} if model["yarn_correction_range_round_to_int"] else {"truncate": False}),
+        }  # fmt: skip
     elif model["rope_scaling"]:
         out["rope_scaling"] = {"rope_type": "llama3", "factor": float(model["rope_scaling_factor"]), **_LLAMA3}
     elif model["seq_len_interpolation_factor"] is not None:
@@ -149,15 +154,6 @@ def rope_fields(model: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
     return out
 
 
-def _dense_yarn_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    own = {name: model[f"yarn_{name}"] for name in ("original_max_position_embeddings", *_BETAS, *_SCALES)}
-    unsaid = _SCALES if None in (own[name] for name in _SCALES) else ()
-    out = {"factor": float(model["yarn_rotary_scaling_factor"])}
-    out |= {name: value for name, value in own.items() if name not in unsaid}
-    return out if model["yarn_correction_range_round_to_int"] else out | {"truncate": False}
-
-
-# --- hybrids -------------------------------------------------------------------------------------------------------------------------------
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "M": ("linear_attention", "mamba"), "*": ("full_attention", "attention"), "-": ("mlp",), "E": ("moe",),
 }  # fmt: skip

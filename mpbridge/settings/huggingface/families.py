@@ -107,8 +107,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
 })  # fmt: skip
 """model_type -> its row. Sources: the configuration and modeling modules of transformers 5.23 for the same model_type."""
 
-BOOKKEEPING = frozenset(
-    {
+BOOKKEEPING = frozenset({
         "model_type", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "return_dict", "torchscript",
         "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix",
         "output_router_logits", "output_attentions", "output_hidden_states", "keys_to_ignore_at_inference", "task_specific_params", "problem_type",
@@ -119,8 +118,7 @@ BOOKKEEPING = frozenset(
         "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
         "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
         "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "auto_map", "trust_remote_code",
-    }
-)  # fmt: skip
+})  # fmt: skip
 """Fields that say nothing about what the model computes from its tensors: tokens and generation, housekeeping, parallel layout."""
 LARGEST = 1 << 40
 """Upper bound of any size of a model."""

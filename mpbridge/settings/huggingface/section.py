@@ -140,9 +140,7 @@ def _attention(fields: ConfigFields, family: Family) -> dict[str, Any]:
 
 def _window(fields: ConfigFields, family: Family) -> dict[str, Any]:
     """A sliding window of w tokens, including the token itself, is w - 1 to the left in megatron-core."""
-    kinds = fields.raw("layer_types")
-    fields.raw("max_window_layers")
-    width = fields.raw("sliding_window")
+    kinds, width, _ = (fields.raw(name) for name in ("layer_types", "sliding_window", "max_window_layers"))
     on = bool(width) if family.window == "sliding_window" else bool(family.window) and fields.flag("use_sliding_window")
     wanted = "sliding_attention" if on else "full_attention"
     # families whose switch is a flag use layer_types to say which layers have a window; without layer_types only some have one
@@ -241,9 +239,8 @@ def _sigmoid_router(fields: ConfigFields, experts: int, topk: int) -> dict[str, 
             cure = "expected twice as many experts per token as groups"
             fields.fault(f"num_experts_per_tok={topk} and topk_group={chosen}: {why}: {cure}")
         out |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-    coefficient = fields.number("aux_loss_alpha")
-    kind = "seq_aux_loss" if fields.flag("seq_aux", True) else "aux_loss"
-    out |= {"moe_router_load_balancing_type": kind if coefficient else "none", "moe_aux_loss_coeff": coefficient}
+    loss, kind = fields.number("aux_loss_alpha"), "seq_aux_loss" if fields.flag("seq_aux", True) else "aux_loss"
+    out |= {"moe_router_load_balancing_type": kind if loss else "none", "moe_aux_loss_coeff": loss}
     if shared := fields.size_or("n_shared_experts", 0, least=0):
         out["moe_shared_expert_intermediate_size"] = shared * fields.size("moe_intermediate_size")
     return out

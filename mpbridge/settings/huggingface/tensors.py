@@ -196,7 +196,6 @@ def _source(family: Family, path: str) -> tuple[PartLayout, tuple[str, ...]]:
 
 
 def _sizes(shape: ModelShape, weight: Weight, layout: PartLayout) -> list[tuple[int, ...]]:
-    """Shapes of the parts."""
     rows, *rest = weight.shape
     if layout == "stacked":
         return [(rows // 2, *rest)] * 2
@@ -217,10 +216,7 @@ FUSED_NORMS = {
 
 
 def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts: int) -> Iterator[CheckpointSlice]:
-    """Layers stacked under one key, as megatron-core stores layers of one kind; one key per layer; and the modules' own names, as FSDP engines store them.
-
-    stack: (layer number, number of layers), if all layers are of one kind.
-    """
+    """Layers stacked under one key, as megatron-core stores layers of one kind (`stack`: the number and how many); a key for each; and FSDP engines' own names."""
     if not path.startswith("mlp.experts."):
         for name in (path, *([FUSED_NORMS[path]] if path in FUSED_NORMS else [])):
             if stack is not None:

@@ -148,7 +148,8 @@ def _end(file: Path, words: Vocabulary) -> tuple[int | None, str]:
     said = [(who, tokens[text]) for who, text in _spelled(file, "eos_token") if text in tokens]
     if len({number for _, number in said}) > 1:
         return None, " and ".join(f"{who} says {number}" for who, number in said)
-    numbers = _eos_numbers(file.parent, words.size)
+    ids = _optional(file.parent / CONFIG).get("eos_token_id")
+    numbers = [one for one in (ids if isinstance(ids, list) else [ids]) if type(one) is int and 0 <= one < words.size]
     if said:
         who, number = said[0]
         if numbers and number not in numbers:
@@ -190,13 +191,6 @@ def _spelled(file: Path, field: str) -> Iterator[tuple[str, str]]:
             yield f"{field} of {name}", text
 
 
-def _eos_numbers(folder: Path, size: int) -> list[int]:
-    """The ids in eos_token_id of config.json, one or several."""
-    said = _optional(folder / CONFIG).get("eos_token_id")
-    listed = said if isinstance(said, list) else [said]
-    return [number for number in listed if type(number) is int and 0 <= number < size]
-
-
 def _optional(file: Path) -> Mapping[str, Any]:
     data = read_json_file(file) if file.is_file() else {}
     return data if isinstance(data, dict) else {}
@@ -215,7 +209,8 @@ def vocabulary(file: Path) -> Vocabulary:
         tokens = dict(listed)
     else:
         raise BadValue(f"{file}: expected a tokenizer of the library tokenizers, with model.vocab")
-    added = [entry for entry in _listed(data.get("added_tokens")) if isinstance(entry.get("content"), str)]
+    more = data["added_tokens"] if isinstance(data.get("added_tokens"), list) else []
+    added = [entry for entry in more if isinstance(entry, dict) and isinstance(entry.get("content"), str)]
     tokens |= {entry["content"]: entry.get("id") for entry in added}
     special = {entry["id"] for entry in added if entry.get("special") is True and type(entry.get("id")) is int}
     filled = data.get("padding")
@@ -224,7 +219,3 @@ def vocabulary(file: Path) -> Vocabulary:
         raise BadValue(f"{file}: expected tokens with numbers from 0")
     named, size = padding if isinstance(padding, str) else "", max(tokens.values()) + 1
     return Vocabulary(size=size, tokens=tokens, special=frozenset(special), padding=named)
-
-
-def _listed(value: Any) -> list[Mapping[str, Any]]:
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

@@ -20,12 +20,10 @@ _FUNCTION = (
     "seq_len_interpolation_factor", "moe_latent_size", "rope_scaling", "mtp_num_layers", "normalization", "gated_linear_unit", "activation_func", "add_bias_linear",
 )  # fmt: skip
 """Settings that change what the model computes from its tensors, whether a folder's config.json mentions them or not."""
-_TRAINING = frozenset(
-    {
+_TRAINING = frozenset({
         "attention_dropout", "hidden_dropout", "init_method_std", "moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_dtype",
         "moe_token_dispatcher_type", "moe_grouped_gemm", "mtp_loss_scaling_factor", "max_sequence_length", "vocab_size",
-    }
-)  # fmt: skip
+})  # fmt: skip
 """Settings of the section that may differ between training and the folder."""
 _BUILDERS = {"softmax_type": "vanilla", "rotary_percent": 1.0, "moe_router_score_function": "softmax"}
 """The builder's values for omitted settings that are not null, 0 or false."""
