@@ -21,7 +21,7 @@ OTHERS = {
     "common/versions.py": "installed packages' own files",
     "common/pages/document.py": "this package's own files",
     "common/probe.py": "installed packages' own files",
-    "interop/stacks/known_keys.py": "this package's own files",
+    "interop/stacks/reading.py": "this package's own files",
     "interop/stacks/megatron_lm_arguments.py": "this package's own files",
     "observe/audit/findings.py": "what this run's audits wrote",
     "planning/estimate/constants.py": "this package's own files",

@@ -14,9 +14,8 @@ from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
-from mpbridge.interop.stacks.reading import Reader
+from mpbridge.interop.stacks.reading import Reader, imported
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 

@@ -14,9 +14,8 @@ from typing import Any
 from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fidelity, Fragment, Imported, Line, Request, exported
-from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import Meaning, Sharded
-from mpbridge.interop.stacks.reading import Reader, base_field
+from mpbridge.interop.stacks.reading import Reader, base_field, imported, known
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, scale_fields
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 

@@ -16,9 +16,8 @@ from mpbridge.common.files import text_of as read_bounded
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.interop.stacks.exporters import stack_module, version_for
-from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
-from mpbridge.interop.stacks.reading import KINDS
+from mpbridge.interop.stacks.reading import KINDS, PRECISION
 from mpbridge.interop.stacks.recognized import LM, TITLES, Recognized, deepspeed_file, recognize_words
 from mpbridge.interop.stacks.sharded_torch import has_comment, read_comment
 from mpbridge.precision.yaml_loader import bounded_loader, said

@@ -16,9 +16,8 @@ from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import deepspeed
 from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, Sharded, updated_itself, with_quant
-from mpbridge.interop.stacks.reading import Reader, raise_faults
+from mpbridge.interop.stacks.reading import Reader, imported, raise_faults
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 

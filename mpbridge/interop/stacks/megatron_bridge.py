@@ -15,11 +15,11 @@ from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_bridge_import as reader
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, exported
-from mpbridge.interop.stacks.known_keys import unknown_of
 from mpbridge.interop.stacks.megatron_bridge_import import CORE, FIELDS, NAME, read_data
 from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
 from mpbridge.interop.stacks.optimizers import at_ours, settings
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, is_known, known_fields
+from mpbridge.interop.stacks.reading import unknown_of
 from mpbridge.interop.stacks.sharded_torch import environment
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region

@@ -17,10 +17,9 @@ from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with
-from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Sharded, described
 from mpbridge.interop.stacks.optimizers import Trained, settings
-from mpbridge.interop.stacks.reading import Reader, raise_faults, state_word
+from mpbridge.interop.stacks.reading import Reader, imported, raise_faults, state_word
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.precision_field import Target
 from mpbridge.precision.megatron_spec.schema import records

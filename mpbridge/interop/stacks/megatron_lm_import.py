@@ -14,12 +14,11 @@ from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import megatron_lm_arguments as arguments
 from mpbridge.interop.stacks.base import Imported, engine_with
-from mpbridge.interop.stacks.known_keys import PRECISION, imported
 from mpbridge.interop.stacks.meaning import Sharded, described
 from mpbridge.interop.stacks.megatron_lm_arguments import MODULES_FILE, NAME, Arguments
 from mpbridge.interop.stacks.megatron_modules import rules_of
 from mpbridge.interop.stacks.optimizers import at_ours
-from mpbridge.interop.stacks.reading import raise_faults
+from mpbridge.interop.stacks.reading import PRECISION, imported, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.scalings import SCALINGS
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import PurePath
 
 from mpbridge.common.errors import DataError, cut
-from mpbridge.interop.stacks.known_keys import known
 from mpbridge.interop.stacks.megatron_lm_arguments import options
+from mpbridge.interop.stacks.reading import known
 
 LM = "megatron-lm"
 TITLES: Mapping[str, str] = {

@@ -17,10 +17,9 @@ from mpbridge.common.errors import DataError, brief, cut
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import updated_itself, with_quant
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
-from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults
+from mpbridge.interop.stacks.reading import Reader, imported, options_of, raise_faults, unknown_of
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 

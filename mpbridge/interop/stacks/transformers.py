@@ -14,9 +14,8 @@ from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import updated_itself
-from mpbridge.interop.stacks.reading import Reader, options_of, stray
+from mpbridge.interop.stacks.reading import Reader, imported, known, options_of, stray
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, commented, fields_of, torch_meaning
 
 NAME = "transformers"

@@ -14,7 +14,7 @@ import torch
 from mpbridge.common.errors import DataError
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.importers import read_args, read_file, read_text
-from mpbridge.interop.stacks.known_keys import known
+from mpbridge.interop.stacks.reading import known
 
 TEXTS = {
     "accelerate": ("{compute_environment: X, mixed_precision: bf16, num_processes: 8, %s}", "mixed_precison: bf16", "mixed_precision"),
