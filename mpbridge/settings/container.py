@@ -19,8 +19,7 @@ from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.settings.draft import BROUGHT, Draft, FaultFinder, joined
 from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
-from mpbridge.settings.read_back import as_mapping
-from mpbridge.settings.schema import SECTIONS, Section, checked
+from mpbridge.settings.schema import SECTIONS, Section, as_mapping, checked
 from mpbridge.settings.sections import OWN
 from mpbridge.settings.shape import smallest_world
 from mpbridge.settings.stages import Stage, as_plain, emulation_faults, read_stages

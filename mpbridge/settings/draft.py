@@ -211,7 +211,6 @@ GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share
 
 
 def _inert(stages: tuple[Stage, ...]) -> tuple[str, ...]:
-    """What the author added to a recipe without effect."""
     known = [(stage, recipes.get(stage.recipe)) for stage in stages]
     found = [words for stage, entry in known for words in inert(stage.config, entry.make() if entry else None)]
     # the optimizer section may be what makes the optimizer precision-aware

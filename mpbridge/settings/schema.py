@@ -1,4 +1,5 @@
-"""The legal values of each setting: megatron-core's fields from the generated schema, ours from their dataclasses; a section whose settings are attributes too. Imports no framework."""
+"""The legal values of each setting: megatron-core's fields from the generated schema, ours from their dataclasses; a section whose settings are attributes
+too, and one given as an object, read back as a mapping that its author could have written. Imports no framework."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origi
 from mpbridge.common.errors import MOST_NAMED, BadValue, UnknownName
 from mpbridge.common.formats import DType, dtype
 from mpbridge.precision.field_values import yaml_kind
-from mpbridge.precision.megatron_spec.schema import CLASSES, records
+from mpbridge.precision.megatron_spec.fields import TABLE
+from mpbridge.precision.megatron_spec.schema import CLASSES, LATENT, REPLACED, records
 from mpbridge.precision.megatron_spec.versions import current, nearest
 from mpbridge.settings.sections import GPT, LIMITS, OWN, WORDS
 
@@ -277,3 +279,60 @@ class Section(dict[str, Any]):
         if name not in known:
             raise UnknownName(f"setting in {self._section}", name, known)
         return known[name]
+
+
+def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]:
+    """The settings of `section` in `value` (None, a mapping, a config object).
+
+    From an object, the fields that differ from its class's defaults. That is not exactly what its author wrote: a value that was set explicitly to
+    the default is not seen. It is not missed either, because the object built from the rest has it again.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    if section in OWN and isinstance(value, OWN[section]):
+        fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(OWN[section])}
+        return {name: now for name, (now, default) in fields.items() if now != default}
+    names, cls = {cls.__name__ for cls in type(value).__mro__}, CLASSES.get(section) or OWN[section].__name__
+    expected = (cls, LATENT) if section == "model" else (cls,)
+    if not names & set(expected) or section in OWN:
+        faults.append(f"{section} is a {type(value).__name__}: expected a mapping or a {' or '.join(expected)}")
+        return {}
+    return _written(section, value, faults, latent=LATENT in names)
+
+
+def _written(section: str, value: Any, faults: list[str], *, latent: bool) -> dict[str, Any]:
+    known, foreign = settings(section, latent=latent), list[str]()
+    out: dict[str, Any] = {"multi_latent_attention": True} if latent else {}
+    for field in (one for one in dataclasses.fields(value) if not one.name.startswith("_")):
+        now = getattr(value, field.name, None)
+        if field.name not in known:
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            foreign += [field.name] if now is not None and now != default else []
+        elif not _equal(known[field.name], now) and not _made_by_core(now):
+            out[field.name] = now
+    if foreign:
+        what = f"settings that megatron-core's own class lacks ({', '.join(foreign)})"
+        cure = "keep your object and use mpbridge.apply(mpbridge.plan(...)) on it, or give a mapping"
+        faults.append(f"{section} is a {type(value).__name__} with {what}: {cure}")
+    for old, new in REPLACED.items():
+        if old in out and new in out:
+            del out[old]
+    for row in (row for row in TABLE if row.target == section and row.follows and row.field in out):
+        if out[row.field] == getattr(value, str(row.follows), None):
+            del out[row.field]  # megatron-core filled it
+    return out
+
+
+def _equal(setting: Setting, value: Any) -> bool:
+    try:
+        return bool(fit(setting, value) == setting.default)
+    except BadValue:
+        return False
+
+
+def _made_by_core(value: Any) -> bool:
+    """Whether a function is one of the initialisers that megatron-core creates from init_method_std."""
+    home = str(getattr(value.func, "__module__", "")) if isinstance(value, functools.partial) else ""
+    return home == "torch.nn.init" and set(value.keywords) == {"mean", "std"}

@@ -225,8 +225,7 @@ def _scalings(found: Sequence[Cast]) -> set[str]:
 def fitting(found: Sequence[Cast], facts: RunFacts) -> list[ServedFormat]:
     """The formats that hold the codes and scales of training unchanged."""
     scalings = _scalings(found)
-    rows = [row for row in FORMATS if scalings and scalings <= set(row.scalings)]
-    return [row for row in rows if not any(misfits(row, found, facts))]
+    return [row for row in FORMATS if scalings and scalings <= {*row.scalings} and not any(misfits(row, found, facts))]
 
 
 def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]) -> str:

@@ -96,8 +96,7 @@ def adapters(one: Mapped, rank: int) -> tuple[Mapped, Mapped]:
 def copies(family: Family, shape: ModelShape) -> dict[str, str]:
     """Tensors that a folder may repeat -> the tensor that they repeat."""
     embedding = f"{family.outside[0]}.weight"
-    found = {"lm_head.weight": embedding} if shape.tied else {}
-    head = embedding if shape.tied else "lm_head.weight"
+    found, head = ({"lm_head.weight": embedding}, embedding) if shape.tied else ({}, "lm_head.weight")
     for depth in range(shape.mtp_layers):
         layer = f"model.layers.{shape.num_layers + depth}."
         found |= {f"{layer}embed_tokens.weight": embedding, f"{layer}shared_head.head.weight": head}
