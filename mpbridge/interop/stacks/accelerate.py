@@ -211,18 +211,12 @@ def _quantized(read: Reader, cpu: bool) -> Quant | None:
         return None
     # values equal to accelerate's own defaults are dropped before Transformer Engine sees them, and its default algorithm is max
     history, margin = read.number("fp8_config.amax_history_len", 1024), read.number("fp8_config.margin", 0)
-    return Quant(
-        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=int(history), amax_algo="max", margin=int(margin),
-        wgrad=not _overridden(read),
-    )  # fmt: skip
-
-
-def _overridden(read: Reader) -> bool:
-    """Whether weight gradients stay in high precision: the last of override_linear_precision's (fprop, dgrad, wgrad)."""
-    where = "fp8_config.override_linear_precision"
+    where = "fp8_config.override_linear_precision"  # of (fprop, dgrad, wgrad)
     given, taken = read.at(where, [False, False, False]), ([False, False, False], [False, False, True])
-    if isinstance(given, (list, tuple)) and list(given) in taken:
-        return bool(given[2])
-    expected = "[false, false, false] or [false, false, true], all that Transformer Engine takes"
-    read.faults.append(f"{where}={brief(given)}: expected {expected}")
-    return False
+    if not isinstance(given, (list, tuple)) or list(given) not in taken:
+        expected = "[false, false, false] or [false, false, true], all that Transformer Engine takes"
+        read.faults.append(f"{where}={brief(given)}: expected {expected}")
+        given = taken[0]
+    return Quant(
+        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=int(history), amax_algo="max", margin=int(margin), wgrad=not given[2]
+    )  # fmt: skip

@@ -22,10 +22,8 @@ from mpbridge.precision.regions import Quant, Region
 NAME = "automodel"
 VERSIONS = {"main": "36044ad3"}
 TE_FP8 = {
-    "block": Quant(format="e4m3", scaling="blockwise"),
-    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
-    "current": Quant(format="hybrid", scaling="tensorwise"),
-}
+    "block": Quant(format="e4m3", scaling="blockwise"), "mxfp8": Quant(format="e4m3", scaling="mxfp8"), "current": Quant(format="hybrid", scaling="tensorwise"),
+}  # fmt: skip
 """Value of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its defaults; every linear is converted, including the output layer."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 EXPERTS = "neither te_fp8 with model.backend.linear nor fp8 covers them; model.backend.experts decides their GEMMs"
@@ -77,12 +75,8 @@ def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, A
     storage = {"torch_dtype": theirs.storage.value}
     sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(request, theirs)}
     if request.main_weights == "wrapper":
-        wide = theirs.wire is DType.FP32
-        sections["distributed"] = {
-            "strategy": "megatron_fsdp",
-            "grad_reduce_in_fp32": wide,
-            "preserve_fp32_weights": True,
-        }
+        held = {"grad_reduce_in_fp32": theirs.wire is DType.FP32, "preserve_fp32_weights": True}
+        sections["distributed"] = {"strategy": "megatron_fsdp", **held}
     else:  # all four keys are written: a policy that names some of them replaces the whole default
         policy = {
             "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": theirs.compute.value, "reduce_dtype": theirs.wire.value,

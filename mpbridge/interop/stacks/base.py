@@ -22,8 +22,7 @@ from mpbridge.precision.regions import Region
 from mpbridge.precision.wording import quant_text, region_rule, region_text
 
 Fidelity = Literal["exact", "layout", "different", "impossible"]
-"""exact: the same facts; layout: the same arithmetic with tensors kept elsewhere or in another dtype; different: a step computes something
-else; impossible: the stack cannot express it."""
+"""exact: the same facts; layout: the same arithmetic, tensors kept elsewhere or in another dtype; different: a step computes something else; or impossible."""
 ORDER: tuple[Fidelity, ...] = ("exact", "layout", "different", "impossible")
 
 
@@ -45,7 +44,6 @@ class Fragment:
     """One file or fragment to paste."""
 
     name: str
-    """A file name, or the kind of fragment ('arguments')."""
     text: str
 
 
@@ -58,7 +56,6 @@ class Request:
     policy: PrecisionPolicy
     engine: str
     version: str
-    """Of the stack."""
     run: Any = None
     """settings.container.Run whose settings are exported; None: the recipe alone."""
     unnamed: tuple[Region, ...] = ()
@@ -98,7 +95,6 @@ class Export:
     version: str
     pieces: tuple[Fragment, ...]
     meaning: Meaning
-    """What the pieces mean there."""
     lines: tuple[Line, ...] = ()
     """Facts that differ, and notes for the reader."""
     assumed: tuple[str, ...] = ()
@@ -139,10 +135,8 @@ class Imported:
     """Settings that are accepted there and have no effect."""
     contradicts: tuple[str, ...] = ()
     cannot_express: tuple[str, ...] = ()
-    """Settings for which mpbridge has no equivalent."""
     unknown: tuple[str, ...] = ()
     other: tuple[str, ...] = ()
-    """Known settings that are not about precision."""
     in_force: tuple[str, ...] = ()
     """'setting=value' of what it does not say and the stack's own default decides."""
     undecided: tuple[str, ...] = ()

@@ -21,9 +21,7 @@ from mpbridge.precision.policy import LossScale, PrecisionPolicy
 
 NAME = "deepspeed"
 VERSIONS = {"0.19": "0.19.8"}
-OVERFLOW = (
-    "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"
-)
+OVERFLOW = "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"  # fmt: skip
 """The default reaction to overflowing gradients (mpbridge's is training.checkpointer.Nonfinite)."""
 
 
@@ -105,7 +103,6 @@ class _Settings:
     own: bool
     """Whether the 16-bit parameters are their own main weights."""
     low: bool
-    """Whether moments are BF16."""
     scale: LossScale | None
 
 

@@ -14,9 +14,7 @@ NAME = "fsdp2"
 VERSIONS = {"2.13": "torch 2.13, torchao 0.18"}
 _QUANTS = {quant.scaling: quant for quant in (*native.TORCHAO.values(), Quant(format="e4m3", scaling="mxfp8"))}
 """Scaling -> what torchao runs for it (float8/config.py, prototype/moe_training)."""
-EXPERTS = (
-    "torchao converts only torch.nn.Linear, which can include the router; experts in 3-D parameters stay as they are"
-)
+EXPERTS = "torchao converts only torch.nn.Linear, which can include the router; experts in 3-D parameters stay as they are"  # fmt: skip
 
 
 def export(request: Request) -> Export:

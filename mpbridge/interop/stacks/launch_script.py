@@ -47,7 +47,6 @@ class LaunchScript:
     program: list[str] = field(default_factory=list)
     """The words before them, up to the program's name: the launcher, its options and the program."""
     notes: list[str] = field(default_factory=list)
-    """What was not followed, and what was assumed."""
     documents: Mapping[str, str] = field(default_factory=dict)
     """File -> the here-document that the script writes to it, with its variables expanded."""
 

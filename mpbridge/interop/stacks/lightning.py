@@ -151,14 +151,12 @@ class _Settings:
     read: Reader
     base: DType = DType.FP32
     cast: bool = True
-    """Whether the parameters are stored in that dtype."""
     compute: DType | None = None
     """The dtype of what the FP8 plugin does not quantize; None: `base`."""
     quant: Quant | None = None
     strategy: str = "auto"
     """The strategy's name or class in lower case, without '_' and 'strategy'; 'auto' for one that is not Lightning's."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The strategy's arguments, if it is given as a class."""
     plugin: bool = False
     """Whether a precision plugin decides instead of the string."""
 
@@ -198,7 +196,6 @@ def read_data(data: Any, *, version: str) -> Imported:
 
 
 def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:
-    """(name, arguments) of a value that is a name or {class_path, init_args}."""
     if not isinstance(value, Mapping):
         return str(value), {}
     arguments = value.get("init_args") or {}
@@ -320,13 +317,25 @@ def _refused(said: _Settings) -> None:
 
 def _meaning(said: _Settings) -> tuple[Meaning, dict[str, Any]]:
     base = said.base
-    if "deepspeed" in said.strategy and said.arguments.get("config") is not None:
-        return _by_deepspeeds_file(said, said.arguments["config"])
+    config = said.arguments.get("config") if "deepspeed" in said.strategy else None
+    if config is not None:  # DeepSpeed's own settings decide; the precision's section is the fallback
+        whole, section = isinstance(config, Mapping), {DType.BF16: "bf16", DType.FP16: "fp16"}.get(base)
+        said.read.note("undecided", f"config={cut(config)} decides: pass that file (--from deepspeed)", not whole)
+        data = ({} if section is None else {section: {"enabled": True}}) | (
+            dict(config) if whole else {"zero_optimization": {"stage": 2}}
+        )
+        meaning, fields = deepspeed.meaning_and_fields(said.read.inner(data, "strategy.config"))
+        return _with_quant(said, meaning), fields
     if "deepspeed" in said.strategy and base is not DType.FP32:
         said.read.note("assumed", "under DeepSpeed, mixed and true are the same")
         scale = deepspeed.scale_of(said.read.inner(said.arguments, "strategy")) if base is DType.FP16 else None
+        stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])
+        if not stage:  # DeepSpeedStrategy's default
+            stage = "2"
+            said.read.default("strategy.stage", stage)
+        zero = {str(number): divided for number, divided in deepspeed.SHARDED.items()}.get(stage, "everything")
         meaning = Meaning(
-            storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded=_zero(said), loss_scale=scale
+            storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded=zero, loss_scale=scale
         )  # fmt: skip
         scaled = {} if scale is None else native.scale_fields(scale)
         return _with_quant(said, meaning), {base.short: True, "grad_reduce_in_fp32": False, **scaled}
@@ -351,18 +360,6 @@ def _with_quant(said: _Settings, meaning: Meaning) -> Meaning:
     return meaning if said.quant is None else with_quant(wide, said.quant)
 
 
-def _by_deepspeeds_file(said: _Settings, config: Any) -> tuple[Meaning, dict[str, Any]]:
-    """DeepSpeedStrategy(config=...): its own settings decide; the precision's section is the fallback."""
-    whole = isinstance(config, Mapping)
-    said.read.note("undecided", f"config={cut(config)} decides: pass that file (--from deepspeed)", not whole)
-    data = dict(config) if whole else {"zero_optimization": {"stage": 2}}
-    section = {DType.BF16: "bf16", DType.FP16: "fp16"}.get(said.base)
-    if section is not None and section not in data:
-        data[section] = {"enabled": True}
-    meaning, fields = deepspeed.meaning_and_fields(said.read.inner(data, "strategy.config"))
-    return _with_quant(said, meaning), fields
-
-
 def _hooked(said: _Settings) -> DType:
     """The wire dtype under DDP: the stored dtype, unless a communication hook casts gradients."""
     stored = said.base if said.cast else DType.FP32
@@ -372,11 +369,3 @@ def _hooked(said: _Settings) -> DType:
     name = str(hook).rpartition(".")[2]
     said.read.cannot(f"ddp_comm_hook={cut(name)}: its effect on gradients on the wire is unknown", name not in _HOOKS)
     return _HOOKS.get(name, stored)
-
-
-def _zero(said: _Settings) -> Sharded:
-    """What ZeRO shards: by the stage in the strategy's name or arguments; DeepSpeedStrategy's default is 2."""
-    if not (stage := str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])):
-        stage = "2"
-        said.read.default("strategy.stage", stage)
-    return {str(number): sharded for number, sharded in deepspeed.SHARDED.items()}.get(stage, "everything")

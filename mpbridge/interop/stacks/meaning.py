@@ -42,13 +42,11 @@ class Meaning:
     wire: DType
     """Gradients in the all-reduce or reduce-scatter."""
     accumulator: DType
-    """Gradients while micro-batches accumulate."""
     optimizer_reads: DType | None = None
     """Gradients as the optimizer reads them; None: as accumulated. Wider than the accumulator: a copy."""
     exp_avg: DType = DType.FP32
     exp_avg_sq: DType = DType.FP32
     optimizer: Optimizer = ADAM
-    """Which of the two moments there are."""
     sharded: Sharded = "nothing"
     loss_scale: LossScale | None = None
     regions: tuple[Region, ...] = (Region(),)
@@ -68,7 +66,6 @@ class Meaning:
     residual_fp32: bool | None = None
     softmax_fp32: bool | None = None
     note: str = ""
-    """Facts that no other field has."""
 
     @property
     def master(self) -> DType:

@@ -28,7 +28,8 @@ Flags = Iterator[str]
 def export(request: Request) -> Export:
     """The precision part of a Megatron-LM command line."""
     policy, core = request.policy, CORE[request.version]
-    rules = megatron_modules.rules_there(request)
+    # a rule under `modules` that matches megatron-core's linears needs the file
+    rules = any(region not in request.unnamed for region in policy.module_regions)
     words = [*_flags(request, core), *(("--te-precision-config-file precision.yaml",) if rules else ()), *_model(request, core), *_optimizer(request)]  # fmt: skip
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if rules:

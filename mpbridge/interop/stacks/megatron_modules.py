@@ -71,11 +71,6 @@ def _sayable(request: Request, region: Region, core: str) -> bool:
     return region not in request.unnamed and known and region.gemms is None and numbered
 
 
-def rules_there(request: Request) -> bool:
-    """Whether a rule under `modules` matches megatron-core's linears, so that the file is needed."""
-    return any(region not in request.unnamed for region in request.policy.module_regions)
-
-
 def reasons(request: Request, core: str) -> Mapping[str, str]:
     """Row -> the reason on a Megatron where rules name the linears of another model, or where a hybrid does not follow them."""
     if never_fp4(request, core) and any(quant.bits == 4 for quant in request.policy.quants):

@@ -307,8 +307,8 @@ class Reading:
 def _is_instance(value: Any, kind: Any, text: str) -> Any:
     """isinstance() of plain data or an object against builtin types or the class that created it."""
     asked = kind.last if isinstance(kind, Dotted) else ""
-    plain = {"str": str, "bool": bool, "int": int, "float": float, "list": list, "dict": dict}.get(asked)
+    plain = getattr(builtins, asked) if asked in ("str", "bool", "int", "float", "list", "dict") else None
     if plain is not None and is_known(value):
         return isinstance(value, plain)
     same = isinstance(value, SourceObject) and is_known(value) and asked == value.callee.rpartition(".")[2]
-    return True if same else Unknown(text)
+    return same or Unknown(text)

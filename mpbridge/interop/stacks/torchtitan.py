@@ -243,22 +243,19 @@ def _covers_gate(said: Mapping[str, Any]) -> bool:
     return named(covered) if covered else not named(left)
 
 
-def _every_linear(covered: Any) -> bool:
-    """Whether substrings choose every linear of a layer: 'layers', or torchtitan.PARTS, also in the wording of its own configurations."""
-    own = [str(one).removesuffix(".w").removeprefix("moe.") for one in covered] if isinstance(covered, list) else []
-    return covered == ["layers"] or sorted(own) == ["attention", "feed_forward", "shared_experts"]
-
-
 def _filters(word: str, said: Mapping[str, Any], read: Reader) -> None:
     """Notes the modules that a converter covers; mpbridge covers the linears of the layers."""
     covered, left = said.get("fqns"), said.get("filter_fqns")
     computed = isinstance(covered, (Unknown, SourceObject))
-    names = ", ".join(map(str, covered if isinstance(covered, list) else [covered]))
+    listed = [str(one) for one in covered] if isinstance(covered, list) else [str(covered)]
+    # every linear of a layer: 'layers', or PARTS, also in the wording of torchtitan's own configurations
+    own = sorted(one.removesuffix(".w").removeprefix("moe.") for one in listed)
+    every = covered == ["layers"] or own == ["attention", "feed_forward", "shared_experts"]
     others = [str(one) for one in left or [] if one not in ("lm_head", GATE)] if isinstance(left, list) else []
     read.note_rows(
         ("cannot_express", said.get("emulate") is True, f"{word}: emulate=True computes torchao's tensorwise default regardless of its recipe"),
         ("cannot_express", computed, f"{word}: {_TAIL}"),
-        ("cannot_express", not computed and covered and not _every_linear(covered), f"{word}: only linears whose names contain {names}"),
+        ("cannot_express", not computed and covered and not every, f"{word}: only linears whose names contain {', '.join(listed)}"),
         ("cannot_express", not covered and (not isinstance(left, list) or "lm_head" not in left),
          f"{word}: the output layer (lm_head) is quantized too; here it never is"),
         ("cannot_express", others, f"{word}: left out by substring: {', '.join(others)}"),
