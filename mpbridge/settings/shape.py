@@ -9,6 +9,7 @@ from typing import Any
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import PARTS, SIZES, ModelShape, Parallel
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
+from mpbridge.settings.huggingface.written import mixtures
 from mpbridge.settings.sections import GPT, LORA, LORA_TARGETS, YARN
 
 BYTE_VOCABULARY = 259
@@ -144,11 +145,6 @@ def _experts(model: Mapping[str, Any]) -> _Rows:
         _by_layer(model, "moe_layer_freq"),
         (isinstance(every, int) and every < 1, f"model.moe_layer_freq={every}: expected at least 1 (every layer is a mixture of experts)"),
     )  # fmt: skip
-
-
-def mixtures(frequency: int | list[int], layers: int) -> list[bool]:
-    """Which layers are mixtures of experts: those that a list says, or every layer i with i % frequency == 0 (megatron-core's gpt_layer_specs.py)."""
-    return [bool(frequency[i]) if isinstance(frequency, list) else i % frequency == 0 for i in range(layers)]
 
 
 def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -> ModelShape:

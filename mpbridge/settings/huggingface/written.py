@@ -9,7 +9,6 @@ from mpbridge.common.errors import Contradiction
 from mpbridge.settings.huggingface.conversions import hybrid_json, rope_fields, sigmoid_json
 from mpbridge.settings.huggingface.families import FAMILIES, Family
 from mpbridge.settings.huggingface.section import section
-from mpbridge.settings.shape import mixtures
 
 _FUNCTION = (
     "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq",
@@ -130,3 +129,8 @@ def _same(name: str, own: Any, said: Any, model: Mapping[str, Any]) -> bool:
     if name == "moe_layer_freq":
         return mixtures(own, model["num_layers"]) == mixtures(said, model["num_layers"])
     return bool(own == said) or (not own and not said)
+
+
+def mixtures(frequency: int | list[int], layers: int) -> list[bool]:
+    """Which layers are mixtures of experts: those that a list says, or every layer i with i % frequency == 0 (megatron-core's gpt_layer_specs.py)."""
+    return [bool(frequency[i]) if isinstance(frequency, list) else i % frequency == 0 for i in range(layers)]
