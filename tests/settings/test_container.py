@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpbridge.common.errors import Contradiction, UnknownName
+from mpbridge.common.errors import Contradiction
 from mpbridge.common.facts import Versions
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
@@ -279,11 +279,6 @@ SECTION_VALUES = some(
 def test_every_dump_loads_back(values):
     c = ConfigContainer(**values)
     assert roundtrip(c) == c
-
-
-def test_the_constructor_names_the_nearest_section():
-    with pytest.raises(UnknownName, match="nearest: mixed_precision"):
-        ConfigContainer(mixed_precison="bf16_mixed")
 
 
 YARN = {

@@ -49,6 +49,8 @@ def test_a_misspelled_attribute_raises_with_the_nearest(section: str, name: str,
 
 
 def test_a_misspelled_section_raises_with_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="nearest: mixed_precision"):
+        ConfigContainer(mixed_precison="bf16_mixed")
     for use in (lambda: ConfigContainer().optimiser, lambda: setattr(ConfigContainer(), "optimiser", {})):
         with pytest.raises(UnknownName, match="nearest: optimizer"):
             use()

@@ -85,10 +85,7 @@ def test_every_field_of_a_policy_is_changed_here() -> None:
     assert set(CHANGES) == set(PrecisionPolicy.__dataclass_fields__)
 
 
-Pair = tuple[str, MixedPrecisionConfig, MixedPrecisionConfig, Mapping[str, Any]]
-
-
-def taken(field: str, given: Mapping[str, Any], change: Mapping[str, Any]) -> list[Pair]:
+def taken(field: str, given: Mapping[str, Any], change: Mapping[str, Any]) -> list[Any]:
     """(recipe, before, after, change) of each recipe that takes a change, where it changes the field."""
     found = []
     for name in recipes:
@@ -103,7 +100,7 @@ def taken(field: str, given: Mapping[str, Any], change: Mapping[str, Any]) -> li
     return found
 
 
-def pairs(field: str) -> Iterator[tuple[str, Pair]]:
+def pairs(field: str) -> Iterator[tuple[str, Any]]:
     """Every change with every stack, on one of the recipes that take it, another for each stack and change."""
     seen = 0
     for at, (given, change) in enumerate(CHANGES[field]):
@@ -113,12 +110,6 @@ def pairs(field: str) -> Iterator[tuple[str, Pair]]:
             if found:
                 yield stack, found[(at + number) % len(found)]
     assert seen, "no recipe takes this change: the test would say nothing"
-
-
-def told(before: Export, after: Export) -> bool:
-    """Whether a line of one of the two says what of it does not arrive: one text cannot mean both."""
-    one, other = ({line for line in export.lines if line.fidelity != "exact"} for export in (before, after))
-    return one != other
 
 
 def by_default(stack: str, field: str, after: MixedPrecisionConfig) -> bool:
@@ -143,7 +134,9 @@ def test_a_fact_is_written_told_or_the_stacks_own(field: str) -> None:
         edges = any(key.startswith(("first_last", "num_layers")) for key in change)
         if edges and any(line.fact.endswith(" quantization") for line in other.lines):
             continue  # nothing is quantized there, the layers at the ends neither
-        if told(one, other) or by_default(stack, field, after) or without_effect(field, before, after, engine):
+        # a line of one of the two says what of it does not arrive: one text cannot mean both
+        told = [{line for line in made.lines if line.fidelity != "exact"} for made in (one, other)]
+        if told[0] != told[1] or by_default(stack, field, after) or without_effect(field, before, after, engine):
             continue
         # said in the pieces: and where they can be read back, what was read differs too
         texts = [[piece.text for piece in made.pieces] for made in (one, other)]

@@ -141,6 +141,8 @@ def test_unknown_words_without_number_are_named_in_little_time(word: str) -> Non
 
 def test_an_outer_variable_is_the_environment_and_what_the_script_sets_wins() -> None:
     assert read_script("torchrun x.py --n ${N:-1}", {"N": "3"}).words == ["--n", "3"]
+    assert read_script('torchrun x.py "$@" --n $9', {"9": "--bf16"}).words == ["--bf16", "--n", "--bf16"]
+    assert read_script('torchrun x.py "$@"', {"10": "c", "2": "b", "1": "a", "0": "s"}).words == ["a", "b", "c"]
     found = read_script("N=1\ntorchrun x.py --n $N", {"N": "3", "M": "1"})
     assert found.words == ["--n", "1"]
     assert any("--env N=3 has no effect" in line for line in found.notes)

@@ -174,19 +174,13 @@ def test_a_functions_text_means_what_the_function_makes(checkout: Path, function
     assert [claim for claim in FUNCTIONS[function] if not holds(found, stack, claim)] == [], found
 
 
-def test_what_depends_on_the_machine_is_refused(checkout: Path) -> None:
+def test_what_cannot_be_read_is_refused_by_name(checkout: Path) -> None:
     with pytest.raises(DataError, match=r"depends: mixed_precision = .*under `if torch\.cuda\.is_available"):
         bridge(checkout, "depends")
-
-
-def test_a_file_with_several_functions_asks_for_one_and_knows_their_names(checkout: Path) -> None:
     with pytest.raises(DataError, match=r"has 5 functions: name one, config_registry\.py:FUNCTION \(base"):
         read_file(checkout / "config_registry.py")
     with pytest.raises(UnknownName, match="nearest: quantized"):
         titan(checkout, "quantised")
-
-
-def test_a_function_that_is_no_configuration_is_refused_by_name(checkout: Path) -> None:
     with pytest.raises(DataError, match="_perf: its text does not determine"):
         bridge(checkout, "_perf")
 

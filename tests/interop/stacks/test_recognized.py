@@ -55,18 +55,15 @@ def test_a_launch_script_is_read_as_that_of_the_program_that_it_starts(stack: st
     assert found.meaning.compute.short == "bf16"
 
 
-def test_the_options_of_accelerates_launcher_are_refused_with_what_to_give() -> None:
-    with pytest.raises(DataError, match="accelerate launch are not read: pass its file"):
-        read_text("#!/bin/bash\naccelerate launch --mixed_precision fp8 --use_fsdp train.py --bf16", name="run.sh")
-
-
 def test_bridges_script_options_are_named_beside_its_overrides() -> None:
     found = read_text(f"#!/bin/bash\n{SCRIPTS['megatron-bridge']}", name="run.sh")
     assert found.fields["fp8_recipe"] == "tensorwise"
     assert any("--recipe llama32_1b" in line for line in found.assumed)
 
 
-def test_deepspeeds_launcher_is_refused_by_the_file_that_decides() -> None:
+def test_launchers_are_refused_with_what_to_give() -> None:
+    with pytest.raises(DataError, match="accelerate launch are not read: pass its file"):
+        read_text("#!/bin/bash\naccelerate launch --mixed_precision fp8 --use_fsdp train.py --bf16", name="run.sh")
     with pytest.raises(DataError, match=r"DeepSpeed, whose settings stand in ds_config.json: pass that file"):
         read_text("#!/bin/bash\ndeepspeed train.py --deepspeed --deepspeed_config ds_config.json --fp16", name="run.sh")
     whole = "deepspeed pretrain_gpt.py --num-layers 2 --micro-batch-size 1 --deepspeed_config ds.json --bf16"

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.interop.stacks.launch_script import read_script
-
 
 @pytest.mark.parametrize(
     ("name", "text", "undecided"),
@@ -94,11 +92,6 @@ def test_the_exit_code_says_whether_something_is_lost_or_doubtful(args: str, cod
 )  # fmt: skip
 def test_a_run_of_mpbridge_is_not_read_as_bridges(text: str, file, cli) -> None:
     assert "of mpbridge" in cli("import", file("run.yaml", text), code=2)
-
-
-def test_an_argument_of_a_script_counts_without_those_before_it() -> None:
-    assert read_script('torchrun x.py "$@" --n $9', {"9": "--bf16"}).words == ["--bf16", "--n", "--bf16"]
-    assert read_script('torchrun x.py "$@"', {"10": "c", "2": "b", "1": "a", "0": "s"}).words == ["a", "b", "c"]
 
 
 def test_json_may_have_tabs_and_torchtune_is_named(file, cli) -> None:
