@@ -62,14 +62,11 @@ def test_every_recipe_resolves_and_names_its_engine():
         assert run.engine == (entry.engine or "mcore")
 
 
-def test_the_containers_engine_is_stronger_than_the_recipes():
+def test_the_containers_engine_is_stronger_than_the_recipes_and_megatron_fsdp_is_said_in_both_places():
     c = container("bf16_params_fp32_states")
     assert c.resolved().engine == "fsdp2"
     c.engine = "mcore"
     assert c.resolved().engine == "mcore"
-
-
-def test_megatron_fsdp_is_said_in_both_places():
     assert container("bf16_megatron_fsdp").resolved().inputs["ddp"]["use_megatron_fsdp"] is True
     assert container(ddp={"use_megatron_fsdp": True}).resolved().engine == "megatron_fsdp"
 

@@ -148,17 +148,11 @@ def test_what_cannot_be_is_named_with_what_could(section, name, value, said):
     assert said in faults[0]
 
 
-def test_all_faults_of_a_section_come_together():
+def test_all_faults_of_a_section_come_together_and_say_found_and_expected():
     _, faults = faults_of("model", hiden_size=1, num_layers="x", fp8="x")
     assert len(faults) == 3
-
-
-def test_unknown_section_says_the_nearest():
     with pytest.raises(UnknownName, match="nearest: optimizer"):
         settings("optimiser")
-
-
-def test_fit_says_found_and_expected():
     with pytest.raises(BadValue, match=r"'x': expected one of a, b or null"):
         fit(Setting(types=("choice", "null"), choices=("a", "b")), "x")
 

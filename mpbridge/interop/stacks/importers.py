@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, re
 from mpbridge.interop.stacks.exporters import stack_module, version_for
 from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
 from mpbridge.interop.stacks.reading import KINDS, PRECISION
-from mpbridge.interop.stacks.recognized import LM, TITLES, Recognized, deepspeed_file, recognize_words
+from mpbridge.interop.stacks.recognized import LM, TITLES, Recognized, deepspeed_file, recognize_words, value_of
 from mpbridge.interop.stacks.sharded_torch import has_comment, read_comment
 from mpbridge.precision.yaml_loader import bounded_loader, said
 
@@ -160,14 +159,10 @@ def _read_words(script: LaunchScript, stack: str | None, version: str | None, na
 
 def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | None) -> Any:
     """The data of Megatron-LM's file of rules by module, if the script writes it or it stands where its name says; else None."""
-    option = _importer(LM).MODULES_FILE
-    named = next((after for word, after in itertools.pairwise([*words, ""]) if word == option), None)
-    named = named or next((word.partition("=")[2] for word in words if word.startswith(f"{option}=")), None)
-    if named is None:
-        return None
+    named = value_of(words, _importer(LM).MODULES_FILE)
+    if named is None or named in script.documents:
+        return named and load(script.documents[named], named)
     place = None if beside is None else beside / named
-    if named in script.documents:
-        return load(script.documents[named], named)
     return load(text_of(place), named) if place is not None and place.is_file() else None
 
 

@@ -88,10 +88,15 @@ def started_by(program: Sequence[str]) -> str | None:
 
 def deepspeed_file(words: Sequence[str]) -> str | None:
     """The file of DeepSpeed's settings that some arguments name."""
+    return value_of(words, "--deepspeed_config") or value_of(words, "--deepspeed-config")
+
+
+def value_of(words: Sequence[str], option: str) -> str | None:
+    """The value of an option, in the word behind it or attached to it; None if it is not given, or has none."""
     split = (word.partition("=") for word in words)
     given = dict(pairwise([part for name, equals, value in split for part in ((name, value) if equals else (name,))]))
-    file = given.get("--deepspeed_config") or given.get("--deepspeed-config") or "--"
-    return None if file.startswith("--") else file
+    value = given.get(option) or "--"
+    return None if value.startswith("--") else value
 
 
 def _is_setting(word: str) -> bool:

@@ -100,10 +100,9 @@ def test_flags_of_a_later_version_are_unknown_to_an_earlier_one() -> None:
 
 @pytest.mark.parametrize("stack", ["fsdp2", "accelerate", "lightning", "transformers", "torchtitan"])
 def test_python_that_is_exported_compiles(stack: str) -> None:
-    for name in recipes:
-        for piece in export(name, stack).pieces:
-            if piece.name in ("python", "config_registry.py"):
-                compile(piece.text, f"{stack}-{name}", "exec")
+    for piece in (piece for name in recipes for piece in export(name, stack).pieces):
+        if piece.name in ("python", "config_registry.py"):
+            compile(piece.text, stack, "exec")
 
 
 FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "delayed"}
@@ -261,9 +260,9 @@ def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack:
 
 def test_an_accumulator_apart_from_the_wire_is_said_where_a_stack_has_both() -> None:
     config = MixedPrecisionConfig(**APART)
-    for stack in ("megatron-lm", "megatron-bridge"):
-        assert export(config, stack, engine="megatron_fsdp").fidelity == "exact"
-    text = export(config, "megatron-lm", engine="megatron_fsdp").pieces[0].text
+    lm, bridge = (export(config, stack, engine="megatron_fsdp") for stack in ("megatron-lm", "megatron-bridge"))
+    assert lm.fidelity == bridge.fidelity == "exact"
+    text = lm.pieces[0].text
     assert "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16" in text
     assert read_args(text.replace("\\\n", " "), stack="megatron-lm").fields["grad_accumulation_dtype"] == "fp32"
 
