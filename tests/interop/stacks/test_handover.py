@@ -82,6 +82,7 @@ def test_a_written_recipe_means_what_was_imported(words: list[str], tmp_path: Pa
         found = read_args(words[-1].partition("=")[2], stack="torchtitan" if len(words) > 1 else "megatron-lm")
     else:
         found = read_file(Path(words[0]))
+    assert (found.engine == "megatron_fsdp") is ("--use-megatron-fsdp" in words[-1])
     mine, wanted = get_mixed_precision_config(str(written)), MixedPrecisionConfig.from_data(found.fields)
     # settled: a fact that a recipe leaves open is FP32 or off, as the file states it
     assert resolve(mine).settled() == resolve(wanted).settled()
