@@ -17,10 +17,10 @@ from mpbridge.common.prose import prose
 from mpbridge.interop.stacks.base import Export, Imported
 from mpbridge.interop.stacks.exporters import STACKS, export, stack_module
 from mpbridge.interop.stacks.importers import read_args, read_file
-from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.meaning import label, rows
 from mpbridge.interop.stacks.nearest import Answer, apart, refusals
 from mpbridge.interop.stacks.nearest import answer as answer_for
+from mpbridge.interop.stacks.reading import PRECISION
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import key, recipes
 from mpbridge.settings.container import ConfigContainer

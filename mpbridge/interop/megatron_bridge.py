@@ -19,8 +19,8 @@ from mpbridge.common.errors import Contradiction, MpbridgeError, UnknownName
 from mpbridge.common.formats import DType, dtype, say
 from mpbridge.interop.stacks.megatron_bridge_import import FIELDS, BridgeFields, read_data
 from mpbridge.precision import registry
+from mpbridge.precision.config import TWINS, twin_clashes
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
-from mpbridge.precision.config import twin_clashes
 from mpbridge.precision.megatron_spec.fields import TABLE
 from mpbridge.precision.megatron_spec.precision_field import TARGETS, UNSET, Target
 from mpbridge.precision.resolve import resolve
@@ -28,10 +28,7 @@ from mpbridge.precision.sync.plan import Plan, Write, plan
 
 BRIDGE = "megatron.bridge.training.mixed_precision"
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
-_TWINS = {"fp8_param": "fp8_param_gather", "fp8_param_gather": "fp8_param"} | {
-    "fp4_param": "fp4_param_gather",
-    "fp4_param_gather": "fp4_param",
-}
+_TWINS = dict(TWINS) | {gather: stored for stored, gather in TWINS}
 logger = logging.getLogger("mpbridge.compat")
 
 
@@ -60,15 +57,13 @@ class MixedPrecisionConfig(BridgeFields):
             object.__setattr__(self, twin, value)  # they are one setting: the last assignment sets both
 
     def __post_init__(self) -> None:
-        for low in ("fp8", "fp4"):
-            one, gather = getattr(self, f"{low}_param"), getattr(self, f"{low}_param_gather")
+        for names in TWINS:
+            one, gather = (getattr(self, name) for name in names)
             # the default of the gather spelling counts as unset; a true one with a false twin is a contradiction
             if one is False and gather:
-                clashes = twin_clashes({f"{low}_param": one, f"{low}_param_gather": gather})
-                raise Contradiction(clashes)
-            stored = bool(one) or bool(gather)
-            object.__setattr__(self, f"{low}_param", stored)
-            object.__setattr__(self, f"{low}_param_gather", stored)
+                raise Contradiction(twin_clashes(dict(zip(names, (one, gather), strict=True))))
+            for name in names:
+                object.__setattr__(self, name, bool(one) or bool(gather))
         self.__dict__["_made"] = True
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,22 +115,17 @@ def update_config_with_precision_overrides(mixed_precision_config: MixedPrecisio
 
 def _write(mixed: MixedPrecisionConfig, config: Any, targets: tuple[Target, ...]) -> Plan:
     """The plan for the config's current values; its writes are applied to the fields that the config has."""
-    now: dict[str, dict[str, Any]] = {
-        target: {
-            row.field: getattr(config, row.field) for row in TABLE if row.target == target and _plain(config, row.field)
-        }
-        for target in targets
-    }
+    now: dict[str, dict[str, Any]] = {target: {} for target in targets}
+    for row in (row for row in TABLE if row.target in now and _plain(config, row.field)):
+        now[row.target][row.field] = getattr(config, row.field)
     made = plan(resolve(mixed.ours()), **now)  # type: ignore[arg-type]
-    skipped, done = [], set()
-    for write in made.writes:
-        if write.field in done:
-            continue
-        if not hasattr(config, write.field):
+    skipped, done = [], set[str]()
+    for write in (one for one in made.writes if one.field not in done):
+        if hasattr(config, write.field):
+            done.add(write.field)
+            _set(config, write)
+        else:
             skipped.append(write.name)
-            continue
-        done.add(write.field)
-        _set(config, write)
     if skipped:
         logger.info("%s has no %s: not written", type(config).__name__, ", ".join(skipped))
     return made
@@ -153,10 +143,9 @@ def _set(config: Any, write: Write) -> None:
         after = after.torch()
     if before is not after and before != after:
         setattr(config, write.field, after)
-        logger.debug("Overwrote %s.%s  %s -> %s", type(config).__name__, write.field, before, after)
-        logger.info(
-            "%s.%s: %s -> %s (%s)", type(config).__name__, write.field, say(before), say(write.after), write.why
-        )
+        name = f"{type(config).__name__}.{write.field}"
+        logger.debug("Overwrote %s  %s -> %s", name, before, after)
+        logger.info("%s: %s -> %s (%s)", name, say(before), say(write.after), write.why)
 
 
 def register(func: Callable[[], MixedPrecisionConfig]) -> Callable[[], MixedPrecisionConfig]:
@@ -188,14 +177,9 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig) -> MixedPrecisi
     made = entry.make.func() if isinstance(entry.make, _Made) else None
     if isinstance(made, MixedPrecisionConfig):
         return made
-    return _theirs(registry.get_mixed_precision_config(name), entry.name)
-
-
-def _theirs(ours: OurConfig, name: str) -> MixedPrecisionConfig:
-    """Our config in Bridge's fields. Raises UnknownRecipe if Bridge's fields cannot express it."""
-    beyond = [field for field in ours.given() if field not in FIELDS]
-    if beyond:
-        raise UnknownRecipe("recipe in Megatron Bridge's fields", name, list(MIXED_PRECISION_RECIPES))
+    ours = registry.get_mixed_precision_config(name)
+    if not ours.given().keys() <= FIELDS.keys():
+        raise UnknownRecipe("recipe in Megatron Bridge's fields", entry.name, list(MIXED_PRECISION_RECIPES))
     said = ours.stored()
     values: dict[str, Any] = {field: said[field] for field in FIELDS if said[field] is not None}
     if ours.first_last_layers_bf16:
@@ -207,7 +191,7 @@ def _theirs(ours: OurConfig, name: str) -> MixedPrecisionConfig:
 
 @functools.cache
 def _factory(name: str) -> Callable[[], MixedPrecisionConfig]:
-    """One object for every spelling of a name, with a function\'s name and docstring."""
+    """One object for every spelling of a name, with a function's name and docstring."""
     made = functools.partial(get_mixed_precision_config, name)
     made.__name__, made.__doc__ = name, registry.recipe(name).summary  # type: ignore[attr-defined]
     return made
@@ -237,7 +221,7 @@ class _Recipes(Mapping[str, Callable[[], MixedPrecisionConfig]]):
         if isinstance(entry.make, _Made):
             return True
         try:
-            return not [field for field in entry.make().given() if field not in FIELDS]
+            return entry.make().given().keys() <= FIELDS.keys()
         except MpbridgeError:  # a third-party package that does not load
             return False
 

@@ -19,8 +19,7 @@ from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.settings.draft import BROUGHT, Draft, FaultFinder, joined
 from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
-from mpbridge.settings.read_back import as_mapping
-from mpbridge.settings.schema import SECTIONS, Section, checked
+from mpbridge.settings.schema import SECTIONS, Section, as_mapping, checked
 from mpbridge.settings.sections import OWN
 from mpbridge.settings.shape import smallest_world
 from mpbridge.settings.stages import Stage, as_plain, emulation_faults, read_stages
@@ -29,18 +28,7 @@ if TYPE_CHECKING:
     from mpbridge.common.facts import RunFacts, Versions
     from mpbridge.precision.policy import PrecisionPolicy
     from mpbridge.precision.sync.plan import Plan
-    from mpbridge.settings.typed import (
-        AuditField,
-        CheckpointField,
-        DataField,
-        DDPField,
-        LoggerField,
-        ModelField,
-        OptimizerField,
-        ParallelField,
-        SchedulerField,
-        TrainField,
-    )
+    from mpbridge.settings import typed
 
 __all__ = ["COMMAND_LINE", "ConfigContainer", "Run", "Stage"]
 
@@ -49,10 +37,6 @@ Precision = str | MixedPrecisionConfig | Mapping[str, Any] | Sequence[Any] | Non
 
 def _section(name: str) -> Any:
     return field(default_factory=functools.partial(Section, name, {}))
-
-
-RECIPE_SETTINGS = ("mixed_precision", "mixed_precision.recipe")
-"""The settings that name the run's recipe."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,16 +49,16 @@ class ConfigContainer:
 
     mixed_precision: Precision = None
     """A recipe name, a MixedPrecisionConfig, {recipe: name, field: value ...}, or a list of such mappings with `until`."""
-    model: ModelField = _section("model")
-    optimizer: OptimizerField = _section("optimizer")
-    scheduler: SchedulerField = _section("scheduler")
-    ddp: DDPField = _section("ddp")
-    parallel: ParallelField = _section("parallel")
-    train: TrainField = _section("train")
-    data: DataField = _section("data")
-    checkpoint: CheckpointField = _section("checkpoint")
-    logger: LoggerField = _section("logger")
-    audit: AuditField = _section("audit")
+    model: typed.ModelField = _section("model")
+    optimizer: typed.OptimizerField = _section("optimizer")
+    scheduler: typed.SchedulerField = _section("scheduler")
+    ddp: typed.DDPField = _section("ddp")
+    parallel: typed.ParallelField = _section("parallel")
+    train: typed.TrainField = _section("train")
+    data: typed.DataField = _section("data")
+    checkpoint: typed.CheckpointField = _section("checkpoint")
+    logger: typed.LoggerField = _section("logger")
+    audit: typed.AuditField = _section("audit")
     engine: str | None = None
     """One of `mpbridge.common.traits.engine_names`; None: the engine that the recipe is meant for, otherwise megatron-core's own."""
     emulate: bool | str = False
@@ -108,9 +92,8 @@ class ConfigContainer:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            raise UnknownName(
-                "section or method of ConfigContainer", name, [n for n in dir(type(self)) if n[0] != "_"] + list(TOP)
-            )
+            public = [n for n in dir(type(self)) if n[0] != "_"]
+            raise UnknownName("section or method of ConfigContainer", name, [*public, *TOP])
 
     @classmethod
     def load(
@@ -130,14 +113,13 @@ class ConfigContainer:
         overrides = list(overrides)
         layers = read(path, overrides)
         if trusted is None:
-            trusted = any(text.partition("=")[0].strip() in RECIPE_SETTINGS for text in overrides)
+            named = (text.partition("=")[0].strip() for text in overrides)
+            trusted = not {"mixed_precision", "mixed_precision.recipe"}.isdisjoint(named)
         made = cls(**layers.tree, origin=layers.origin, trusted=trusted)
-        if check or layers.faults:
-            faults = [*layers.faults, *made.faults()]
-            if faults:
-                raise Contradiction(
-                    faults, subject=f"the configuration{f' {label(Path(path))}' if path else ''} cannot be used"
-                )
+        faults = [*layers.faults, *made.faults()] if check or layers.faults else []
+        if faults:
+            named_file = f" {label(Path(path))}" if path else ""
+            raise Contradiction(faults, subject=f"the configuration{named_file} cannot be used")
         return made
 
     def may_be_code(self, setting: str) -> bool:
@@ -178,27 +160,10 @@ class ConfigContainer:
     def _draft(self) -> Draft:
         faults: list[str] = []
         given = {name: checked(name, as_mapping(name, getattr(self, name), faults), faults) for name in SECTIONS}
-        layers = given["model"].get("num_layers")
-        stages = read_stages(
-            self.mixed_precision,
-            optimizer=given["optimizer"],
-            layers=layers,
-            faults=faults,
-            trusted=self.trusted,
-            engine=self.engine,
-        )
+        stages = read_stages(self.mixed_precision, given, faults, trusted=self.trusted, engine=self.engine)
         faults += emulation_faults(self.emulate, self.target, self.te)
-        engine = self._engine(stages, given["ddp"], faults)
-        return Draft(
-            emulate=self.emulate,
-            target=self.target,
-            te=self.te,
-            given=given,
-            stages=stages,
-            engine=engine,
-            origin=self._sources(given),
-            faults=faults,
-        )
+        engine, origin = self._engine(stages, given["ddp"], faults), self._sources(given)
+        return Draft(container=self, given=given, stages=stages, engine=engine, origin=origin, faults=faults)
 
     def _engine(self, stages: tuple[Stage, ...], ddp: Mapping[str, Any], faults: list[str]) -> str:
         if self.engine is not None:
@@ -207,26 +172,20 @@ class ConfigContainer:
                 return str(self.engine)
             faults.append(f"engine={self.engine!r}: {UnknownName('engine', str(self.engine), names)}")
             return DEFAULT
-        wanted = {stage.engine for stage in stages} - {None}
+        wanted = [*dict.fromkeys(stage.engine for stage in stages if stage.engine is not None)]
         if len(wanted) > 1:
-            faults.append(
-                f"mixed_precision: the stages are meant for different engines ({', '.join(map(str, wanted))}): set engine="
-            )
+            among = ", ".join(wanted)
+            faults.append(f"mixed_precision: the stages are meant for different engines ({among}): set engine=")
         if wanted:
-            return str(wanted.pop())
+            return wanted[-1]
         switched = (name for name in engine_names() if (switch := traits(name).ddp_switch) and ddp.get(switch))
         return next(switched, DEFAULT)
 
     def _sources(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Where each given value came from."""
         out: dict[str, str] = {}
         for section, values in given.items():
-            whole = getattr(self, section)
-            in_python = (
-                f"the {section} section"
-                if isinstance(whole, Mapping)
-                else f"the {type(whole).__name__} given as {section}"
-            )
+            whole, here = getattr(self, section), f"the {section} section"
+            in_python = here if isinstance(whole, Mapping) else f"the {type(whole).__name__} given as {section}"
             out |= {f"{section}.{name}": self.origin.get(f"{section}.{name}", in_python) for name in values}
         return out | {name: source for name, source in self.origin.items() if name.partition(".")[0] not in SECTIONS}
 
@@ -234,28 +193,21 @@ class ConfigContainer:
         """HTML for notebooks: what was set, by section."""
         from mpbridge.common.tables import table
 
-        rows = [
-            (section, name, value)
-            for section, values in self.as_data().items()
-            for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
-        ]
+        data = {name: one if isinstance(one, Mapping) else {"": one} for name, one in self.as_data().items()}
+        rows = [(section, name, value) for section, values in data.items() for name, value in values.items()]
         return table("ConfigContainer", ("section", "setting", "value"), rows).html()
 
     def as_data(self) -> dict[str, Any]:
         """What was set, in canonical plain form: `ConfigContainer(**data)` equals this one. Raises Contradiction for values without such a form."""
         faults: list[str] = []
-        out: dict[str, Any] = {}
-        if self.mixed_precision is not None:
-            out["mixed_precision"] = as_plain(self.mixed_precision)
+        out = {} if self.mixed_precision is None else {"mixed_precision": as_plain(self.mixed_precision)}
         out |= {"engine": self.engine} if self.engine is not None else {}
         out |= {name: value for name in ("emulate", "target", "te") if (value := getattr(self, name))}
         for name in SECTIONS:
             values = checked(name, as_mapping(name, getattr(self, name), faults), faults)
-            faults += [
-                f"{name}.{key}={value!r} is a Python object, which cannot be written to a file"
-                for key, value in values.items()
-                if not _is_plain(value)
-            ]
+            objects = {key: value for key, value in values.items() if not _is_plain(value)}
+            why_not = "is a Python object, which cannot be written to a file"
+            faults += [f"{name}.{key}={value!r} {why_not}" for key, value in objects.items()]
             out |= {name: values} if values else {}
         if faults:
             raise Contradiction(faults, subject="the configuration cannot be written to a file")
@@ -285,9 +237,7 @@ class ConfigContainer:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (str, int, float, bool))
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, (str, int, float, type(None)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
-from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
+from mpbridge.common.errors import Contradiction, MpbridgeError
+from mpbridge.common.facts import OptimizerFacts, RunFacts, Versions
 from mpbridge.common.probe import environment, installed
 from mpbridge.common.traits import DEFAULT, engine_names, known, traits
 from mpbridge.planning.memory.keeps import updater
@@ -24,10 +24,9 @@ FaultFinder = Callable[[Mapping[str, dict[str, Any]]], list[str]]
 """Finds faults in the sections of a run."""
 _ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
 """Fields that megatron-core has in two config classes, for ddp and optimizer."""
-
-
 BROUGHT = "required by the recipe"
 """Origin of a setting outside the plan that the recipe fills in if it was not set."""
+_T = TypeVar("_T")
 
 
 def filled(section: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,27 +41,22 @@ def joined(
 
     Disagreements between the two are added to `faults`.
     """
-    model, optimizer, ddp = dict(sections["model"]), dict(sections["optimizer"]), dict(sections["ddp"])
-    for name in _ONE_FACT:
-        said = {section[name] for section in (ddp, optimizer) if name in section}
+    made = {name: dict(sections[name]) for name in ("model", "optimizer", "ddp", "parallel")}
+
+    def same(name: str, one: str, other: str) -> None:
+        said = {made[section][name] for section in (one, other) if name in made[section]}
         if len(said) == 2:
-            faults.append(
-                f"ddp.{name}={ddp[name]} and optimizer.{name}={optimizer[name]} are the same setting: drop one of them"
-            )
+            both = f"{one}.{name}={made[one][name]} and {other}.{name}={made[other][name]}"
+            faults.append(f"{both} are the same setting: drop one of them")
         elif said:
-            ddp[name] = optimizer[name] = said.pop()
-    _join_engine(ddp, engine, faults)
-    parallel = dict(sections["parallel"])
+            made[one][name] = made[other][name] = said.pop()
+
+    for name in _ONE_FACT:
+        same(name, "ddp", "optimizer")
+    _join_engine(made["ddp"], engine, faults)
     for name in defaults("parallel"):
-        if name in model and name in parallel and model[name] != parallel[name]:
-            faults.append(
-                f"parallel.{name}={parallel[name]} and model.{name}={model[name]} are the same setting: drop one of them"
-            )
-        elif name in model:
-            parallel[name] = model[name]
-        elif name in parallel:
-            model[name] = parallel[name]
-    return {"model": model, "optimizer": optimizer, "ddp": ddp}, filled("parallel", parallel)
+        same(name, "parallel", "model")
+    return made, filled("parallel", made.pop("parallel"))
 
 
 def _join_engine(ddp: dict[str, Any], engine: str | None, faults: list[str]) -> None:
@@ -79,50 +73,39 @@ def _join_engine(ddp: dict[str, Any], engine: str | None, faults: list[str]) -> 
         elif own.name == other.name:
             ddp[switch] = True
     if own is not None and own.distributed_optimizer == "always" and ddp.get("use_distributed_optimizer") is False:
-        faults.append(
-            f"ddp.use_distributed_optimizer=False and engine={engine}, which always shards the states: drop it"
-        )
+        text = f"ddp.use_distributed_optimizer=False and engine={engine}, which always shards the states: drop it"
+        faults.append(text)
     for name, value in (own.ddp_defaults if own is not None else {}).items():
         ddp.setdefault(name, value)
 
 
 def lengths(model: Mapping[str, Any], data: Mapping[str, Any], tensor: int, faults: list[str]) -> tuple[int, int, int]:
     """(vocab_size, seq_length, max_sequence_length); what is not given is derived from the others or from the tokenizer."""
-    seq, most = data["seq_length"], model["max_sequence_length"]
+    seq, most, rows = data["seq_length"], model["max_sequence_length"], model["vocab_size"]
+    step = int(data["vocab_divisible_by"]) * tensor
     if seq is None and most is None:
         faults.append("data.seq_length is missing (model.max_sequence_length can be set instead)")
     elif seq is not None and most is not None and seq > most:
-        faults.append(
-            f"data.seq_length={seq} is above model.max_sequence_length={most}: the model has no positions for it"
-        )
-    return _rows(model["vocab_size"], data, tensor, faults), seq or most or 1, most or seq or 1
-
-
-def _rows(given: int | None, data: Mapping[str, Any], tensor: int, faults: list[str]) -> int:
-    """Rows of the embedding: as given, otherwise as many as the tokenizer's files require."""
-    step = int(data["vocab_divisible_by"]) * tensor
-    if given is not None:
-        if given % tensor:
-            cure = padded_vocabulary(given, step)
-            faults.append(
-                f"model.vocab_size={given} cannot be divided among {tensor} tensor-parallel ranks: pad it to {cure}"
-            )
-        return given
-    try:
-        return padded_vocabulary(vocabulary(data), step)
-    except MpbridgeError as error:
-        faults.append(str(error))
-        return step
+        above = f"data.seq_length={seq} is above model.max_sequence_length={most}"
+        faults.append(f"{above}: the model has no positions for it")
+    if rows is not None and rows % tensor:
+        cure = f"pad it to {padded_vocabulary(rows, step)}"
+        faults.append(f"model.vocab_size={rows} cannot be divided among {tensor} tensor-parallel ranks: {cure}")
+    elif rows is None:
+        try:
+            rows = padded_vocabulary(vocabulary(data), step)
+        except MpbridgeError as error:
+            faults.append(str(error))
+            rows = step
+    return rows, seq or most or 1, most or seq or 1
 
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
     """Checked sections on the way to a Run."""
 
-    emulate: bool | str
-    target: str | None
-    te: str | None
-    """As in ConfigContainer."""
+    container: Any
+    """The ConfigContainer."""
     given: Mapping[str, dict[str, Any]]
     """Every section as its author wrote it, in canonical plain form."""
     stages: tuple[Stage, ...]
@@ -134,146 +117,93 @@ class Draft:
         self, world_size: int, machine: Any, versions: Versions | None, training: bool, also: FaultFinder | None = None
     ) -> dict[str, Any] | None:
         """The fields of a Run except its container, or None if there are faults. also: finds further faults in the sections with their defaults filled in."""
-        machine, versions = self._machine(machine, versions)
-        inputs, sizes = joined(self.given, self.engine, self.faults)
+        container, engine = self.container, self.engine
+        is_simulated = is_played(container.emulate)
+        if is_simulated and not self.faults:  # then its machine and its versions apply
+            chosen = self._tried("", lambda: played(container.target, container.te))
+            machine, versions = chosen or (machine, versions)
+        inputs, sizes = joined(self.given, engine, self.faults)
         brought = self._bring_along(inputs)
-        full = {
-            name: filled(name, self.given[name])
-            for name in ("train", "data", "scheduler", "checkpoint", "logger", "audit")
-        }
-        if inputs["model"].get("hybrid_override_pattern"):
-            inputs["model"] = {
-                "is_hybrid_model": True,
-                "num_layers": len(inputs["model"]["hybrid_override_pattern"]),
-            } | inputs["model"]
+        own = ("train", "data", "scheduler", "checkpoint", "logger", "audit")
+        full = {name: filled(name, self.given[name]) for name in own}
+        train, data, pattern = full["train"], full["data"], inputs["model"].get("hybrid_override_pattern")
+        if pattern:
+            inputs["model"] = {"is_hybrid_model": True, "num_layers": len(pattern)} | inputs["model"]
         model = filled("model", inputs["model"])
         self._add(shape_faults(model))
-        parallel = self._parallel(sizes, world_size)
+        parallel = self._tried("parallel: ", lambda: parallel_of(sizes, world_size))
         if parallel is not None and "global_batch_size" not in self.given["train"]:
-            full["train"]["global_batch_size"] = fitting_batch(full["train"], parallel)
-        rows, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
-        self._add(training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel))
-        self._add([*data_faults(full["data"]), *nonfinite_faults(full["train"], full["checkpoint"])])
+            train["global_batch_size"] = fitting_batch(train, parallel)
+        rows, seq, most = lengths(model, data, parallel.tensor if parallel else 1, self.faults)
+        self._add(training_faults(full | inputs, parallel) if training else batch_faults(train, parallel))
+        self._add([*data_faults(data), *nonfinite_faults(train, full["checkpoint"])])
         if also is not None:
-            self._add(also(full | inputs | {"model": model | {"vocab_size": rows}, "engine": {"name": self.engine}}))
-        if len(self.stages) > 1 and full["train"]["train_iters"]:
-            self._fit_schedule(full["train"], seq)
+            self._add(also(full | inputs | {"model": model | {"vocab_size": rows}, "engine": {"name": engine}}))
+        if len(self.stages) > 1 and train["train_iters"]:
+            length = {"steps": train["train_iters"], "tokens_per_step": train["global_batch_size"] * seq}
+            self._tried("mixed_precision: ", lambda: spans(self.stages, **length))
         if self.faults or not self.stages or parallel is None:
             return None
-        full["data"]["seq_length"] = seq
-        train = full["train"]
+        data["seq_length"] = seq
         train["micro_batch_size"] = train["micro_batch_size"] or train["global_batch_size"] // parallel.data
-        planned = self._plan(inputs, versions := versions or installed())
+        versions, policy = versions or installed(), self.stages[0].policy
+        planned = plan(
+            policy, model=self.given["model"], optimizer=inputs["optimizer"], ddp=inputs["ddp"], origin=self.origin, core=versions.megatron_core,
+            realization="emulated" if is_fast(container.emulate) and policy.quantized else "native",
+        )  # fmt: skip
         shape = model_shape(model, vocab_size=rows, seq_length=seq)
-        facts = self._facts(shape, parallel, inputs, planned, train, versions=versions, machine=machine)
+        facts = self._facts(inputs, planned, train, shape=shape, parallel=parallel, versions=versions, machine=machine)
         filled_in = {name: model[name] for name in GPT_FILLED}
         inputs["model"] = filled_in | inputs["model"] | {"vocab_size": rows, "max_sequence_length": most}
-        return {
-            "recipe": self.stages[0].recipe,
-            "policy": self.stages[0].policy,
-            "plan": planned,
-            "facts": facts,
-            "inputs": inputs,
-            "origin": dict(self.origin) | brought,
-            "emulate": is_fast(self.emulate),
-            "played": (self.target or DEFAULT_TARGET) if is_played(self.emulate) else None,
-            "te": self.te,
+        return full | {
+            "recipe": self.stages[0].recipe, "policy": policy, "plan": planned, "facts": facts, "inputs": inputs, "origin": dict(self.origin) | brought,
+            "emulate": is_fast(container.emulate), "played": (container.target or DEFAULT_TARGET) if is_simulated else None, "te": container.te,
             "stages": self.stages,
-            **full,
-        }
-
-    def _machine(self, machine: Any, versions: Versions | None) -> tuple[Any, Versions | None]:
-        """The machine and the versions that apply: the simulated ones if the run simulates a machine."""
-        if is_played(self.emulate) and not self.faults:
-            try:
-                return played(self.target, self.te)
-            except MpbridgeError as error:
-                self.faults.append(str(error))
-        return machine, versions
+        }  # fmt: skip
 
     def _facts(
-        self,
-        shape: ModelShape,
-        parallel: Parallel,
-        inputs: Mapping[str, dict[str, Any]],
-        planned: Plan,
-        train: dict[str, Any],
-        *,
-        versions: Versions,
-        machine: Any,
+        self, inputs: Mapping[str, dict[str, Any]], planned: Plan, train: Mapping[str, Any], **known: Any
     ) -> RunFacts:
-        """What rules, memory and estimates ask about the run."""
-        optimizer = _after("optimizer", inputs, planned)
+        """What rules, memory and estimates ask about the run. known: its shape, parallel sizes, versions and machine."""
+        optimizer, policy = _after("optimizer", inputs, planned), self.stages[0].policy
         return RunFacts(
-            shape=shape,
-            parallel=parallel,
-            engine=self.engine,
-            realization=planned.realization,
+            engine=self.engine, realization=planned.realization,
             optimizer=OptimizerFacts(
-                name=updater(optimizer["optimizer"], self.stages[0].policy, traits(self.engine)),
-                distributed=optimizer["use_distributed_optimizer"],
-                cpu_offload=optimizer["optimizer_cpu_offload"],
-                overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],
+                name=updater(optimizer["optimizer"], policy, traits(self.engine)), distributed=optimizer["use_distributed_optimizer"],
+                cpu_offload=optimizer["optimizer_cpu_offload"], overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],
                 settings=optimizer,
             ),
-            model=_after("model", inputs, planned),
-            ddp=_after("ddp", inputs, planned),
-            micro_batch_size=train["micro_batch_size"],
-            global_batch_size=train["global_batch_size"],
-            versions=versions,
-            machine=machine,
-            played=is_played(self.emulate),
-            inert=_inert(self.stages),
-            environment=environment(),
-        )
+            model=_after("model", inputs, planned), ddp=_after("ddp", inputs, planned), micro_batch_size=train["micro_batch_size"],
+            global_batch_size=train["global_batch_size"], played=is_played(self.container.emulate), inert=_inert(self.stages), environment=environment(), **known,
+        )  # fmt: skip
 
     def _bring_along(self, inputs: dict[str, dict[str, Any]]) -> dict[str, str]:
         """Fills in what the recipe requires and the author did not set. Returns setting -> where it came from. An explicit false is rejected by a rule."""
-        aware = (
-            bool(self.stages)
-            and bool(self.stages[0].policy.precision_aware)
-            and "use_precision_aware_optimizer" not in inputs["optimizer"]
-        )
-        optional = traits(self.engine).distributed_optimizer == "optional"
-        if not aware or not optional or "use_distributed_optimizer" in inputs["ddp"]:
+        aware = bool(self.stages and self.stages[0].policy.precision_aware)
+        said = "use_precision_aware_optimizer" in inputs["optimizer"] or "use_distributed_optimizer" in inputs["ddp"]
+        if not aware or said or traits(self.engine).distributed_optimizer != "optional":
             return {}
         # megatron-core 0.16.1 supports FusedAdam's own main weights in its distributed optimizer only
         for section in ("optimizer", "ddp"):
             inputs[section]["use_distributed_optimizer"] = True
         return {"ddp.use_distributed_optimizer": BROUGHT}
 
-    def _plan(self, inputs: Mapping[str, dict[str, Any]], versions: Versions) -> Plan:
-        policy = self.stages[0].policy
-        return plan(
-            policy,
-            model=self.given["model"],
-            optimizer=inputs["optimizer"],
-            ddp=inputs["ddp"],
-            origin=self.origin,
-            realization="emulated" if is_fast(self.emulate) and policy.quantized else "native",
-            core=versions.megatron_core,
-        )
-
     def _add(self, found: Iterable[str]) -> None:
         """Adds faults that are new, except "x is missing" if x was given and already has a fault."""
         for new in found:
-            if new not in self.faults and not any(
-                old.startswith(f"{new.partition(' is missing')[0]}=") for old in self.faults
-            ):
+            setting = f"{new.partition(' is missing')[0]}="
+            if new not in self.faults and not any(old.startswith(setting) for old in self.faults):
                 self.faults.append(new)
 
-    def _fit_schedule(self, train: dict[str, Any], seq: int) -> None:
+    def _tried(self, where: str, make: Callable[[], _T]) -> _T | None:
+        """What `make` returns; None if it raises, which is added to the faults."""
         try:
-            spans(self.stages, steps=train["train_iters"], tokens_per_step=train["global_batch_size"] * seq)
-        except Contradiction as error:
-            self.faults += [f"mixed_precision: {fault}" for fault in error.faults]
-
-    def _parallel(self, sizes: dict[str, Any], world_size: int) -> Parallel | None:
-        try:
-            return parallel_of(sizes, world_size)
-        except BadValue as error:
-            self.faults.append(f"parallel: {error}")
-            return None
+            return make()
+        except MpbridgeError as error:
+            self.faults += [
+                f"{where}{fault}" for fault in (error.faults if isinstance(error, Contradiction) else [error])
+            ]
+        return None
 
 
 GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
@@ -281,7 +211,6 @@ GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share
 
 
 def _inert(stages: tuple[Stage, ...]) -> tuple[str, ...]:
-    """What the author added to a recipe without effect."""
     known = [(stage, recipes.get(stage.recipe)) for stage in stages]
     found = [words for stage, entry in known for words in inert(stage.config, entry.make() if entry else None)]
     # the optimizer section may be what makes the optimizer precision-aware

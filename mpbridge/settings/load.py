@@ -28,6 +28,7 @@ _TWIN = dict(TWINS) | {b: a for a, b in TWINS}
 _MODULES = "mixed_precision.modules."
 MOST_VALUES, DEEPEST = 20_000, 12
 """Limits on a configuration's values and nesting levels, far above any real one."""
+_ENDLESS = f"it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST} levels"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,9 +42,8 @@ class ConfigLayers:
     def add(self, layer: Mapping[str, Any], source: str) -> None:
         """Merges `layer` over the tree: mappings are merged, everything else is replaced."""
         layer = self._known(layer, source)
-        precision = layer.get("mixed_precision")
-        if precision is not None:
-            self._make_room(precision, source)
+        if layer.get("mixed_precision") is not None:
+            self._make_room(layer["mixed_precision"], source)
         self._merge(self.tree, layer, source, "")
 
     def _known(self, layer: Mapping[str, Any], source: str) -> Tree:
@@ -54,15 +54,12 @@ class ConfigLayers:
             self.faults.append(f"{cut(name)} (from {source}): {UnknownName('section', str(name), TOP)}")
         if len(strange) > MOST_NAMED:
             self.faults.append(f"{len(strange) - MOST_NAMED:,} further unknown sections (from {source})")
-        for name, value in layer.items():
-            if name not in TOP:
-                continue
+        for name, value in ((name, value) for name, value in layer.items() if name in TOP):
             if name in SECTIONS and value is None:
                 out[name] = {}
             elif name in SECTIONS and not isinstance(value, Mapping):
-                self.faults.append(
-                    f"{name}={value!r} (from {source}): expected a mapping of settings, as in {name}.key=value"
-                )
+                expected = f"a mapping of settings, as in {name}.key=value"
+                self.faults.append(f"{name}={value!r} (from {source}): expected {expected}")
             else:
                 named = name == "mixed_precision" and isinstance(value, (str, int)) and not isinstance(value, bool)
                 # the recipe names 32 and 16 are numbers in YAML
@@ -78,9 +75,8 @@ class ConfigLayers:
         elif isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
             self._forget("mixed_precision")
         elif isinstance(below, (list, tuple)):
-            self.faults.append(
-                f"mixed_precision holds a list of stages, which single fields (from {source}) cannot change: give mixed_precision=NAME"
-            )
+            what = f"a list of stages, which single fields (from {source}) cannot change"
+            self.faults.append(f"mixed_precision holds {what}: give mixed_precision=NAME")
             self._forget("mixed_precision")
         elif isinstance(precision, Mapping):
             for name in precision:
@@ -118,14 +114,12 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
     Faults are collected in the result. Raises BadValue only if nothing can be read at all (invalid YAML, or not a mapping), and UnknownName for a
     missing file.
     """
-    layers = ConfigLayers()
-    if path is not None:
-        if is_reference(os.fspath(path)):
-            layers.add(tree(os.fspath(path)), os.fspath(path))
-        else:
-            file = Path(path) if Path(path).exists() else configuration(os.fspath(path))
-            for one, data in reversed(_chain(file)):
-                layers.add(data, label(one))
+    layers, name = ConfigLayers(), None if path is None else os.fspath(path)
+    if name is not None and is_reference(name):
+        layers.add(tree(name), name)
+    elif name is not None:
+        for one, data in reversed(_chain(Path(name) if Path(name).exists() else configuration(name))):
+            layers.add(data, label(one))
     layers.add(dotted(overrides, layers.faults), COMMAND_LINE)
     return layers
 
@@ -143,9 +137,8 @@ def _chain(path: Path) -> list[tuple[Path, Tree]]:
         if base is None:
             return found
         if not isinstance(base, str) or is_reference(base):
-            raise BadValue(
-                f"configuration {path}: {EXTENDS}={base!r}: expected a file, or the name of a shipped configuration"
-            )
+            expected = "a file, or the name of a shipped configuration"
+            raise BadValue(f"configuration {path}: {EXTENDS}={base!r}: expected {expected}")
         beside = path.parent / base
         path = beside if beside.is_file() else configuration(base)
 
@@ -161,13 +154,10 @@ def read_file(path: Path) -> Tree:
     if data is None:
         return {}
     if not _is_tree(data):
-        raise BadValue(
-            f"configuration {path}: it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST} levels"
-        )
+        raise BadValue(f"configuration {path}: {_ENDLESS}")
     if not isinstance(data, dict):
-        raise BadValue(
-            f"configuration {path}: expected a mapping of sections ({', '.join((EXTENDS, *TOP))}), got {type(data).__name__}"
-        )
+        expected = f"a mapping of sections ({', '.join((EXTENDS, *TOP))})"
+        raise BadValue(f"configuration {path}: expected {expected}, got {type(data).__name__}")
     if "mixed_precision" in data:
         data["mixed_precision"] = _beside(data["mixed_precision"], path.parent)
     return data
@@ -179,9 +169,8 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
 
     class Dumper(yaml.SafeDumper):
         def represent_sequence(self, tag: Any, sequence: Any, flow_style: Any = None) -> Any:
-            return super().represent_sequence(
-                tag, sequence, flow_style=all(not isinstance(item, Mapping) for item in sequence)
-            )
+            plain = all(not isinstance(item, Mapping) for item in sequence)
+            return super().represent_sequence(tag, sequence, flow_style=plain)
 
     return str(yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=140))
 
@@ -191,12 +180,10 @@ def dotted(overrides: Iterable[str], faults: list[str]) -> Tree:
     out: Tree = {}
     for text in overrides:
         name, equals, value = text.partition("=")
-        name = name.strip()
-        if not equals or not all(name.split(".")):
-            faults.append(f"{text!r}: expected key=value, as in optimizer.lr=3e-4")
-            continue
         try:
-            _put(out, name, _value(value))
+            if not equals or not all(name.strip().split(".")):
+                raise BadValue("expected key=value, as in optimizer.lr=3e-4")
+            _put(out, name.strip(), _value(value))
         except BadValue as error:
             faults.append(f"{text!r}: {error}")
     return out
@@ -212,7 +199,7 @@ def _value(text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadValue(f"not a YAML value: {said(error)}") from None
     if not _is_tree(value):
-        raise BadValue(f"it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST} levels")
+        raise BadValue(_ENDLESS)
     return value
 
 
@@ -220,12 +207,8 @@ def _is_tree(data: Any) -> bool:
     """Whether `data` is of limited size: YAML's aliases can make it refer to itself, or repeat a part a million times."""
     left, level = MOST_VALUES, [data]
     for _ in range(DEEPEST):
-        level = [
-            part
-            for item in level[:left]
-            if isinstance(item, (dict, list))
-            for part in (item.values() if isinstance(item, dict) else item)
-        ]
+        wholes = (item for item in level[:left] if isinstance(item, (dict, list)))
+        level = [part for item in wholes for part in (item.values() if isinstance(item, dict) else item)]
         left -= len(level)
         if not level or left < 0:
             break
@@ -243,12 +226,9 @@ def _put(tree: Tree, name: str, value: Any) -> None:
         if not isinstance(node, dict):
             raise BadValue(f"{step} already has a single value")
     old = node.get(way[-1])
-    if isinstance(old, dict) and isinstance(value, dict):
-        old.update(value)
-    elif isinstance(old, dict):
+    if isinstance(old, dict) and not isinstance(value, dict):
         raise BadValue(f"{way[-1]} already has settings below it")
-    else:
-        node[way[-1]] = value
+    node[way[-1]] = old | value if isinstance(old, dict) else value
 
 
 _ROLES = ("frozen", "lora_dtype")

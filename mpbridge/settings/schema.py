@@ -1,4 +1,5 @@
-"""The legal values of each setting: megatron-core's fields from the generated schema, ours from their dataclasses; a section whose settings are attributes too. Imports no framework."""
+"""The legal values of each setting: megatron-core's fields from the generated schema, ours from their dataclasses; a section whose settings are attributes
+too, and one given as an object, read back as a mapping that its author could have written. Imports no framework."""
 
 from __future__ import annotations
 
@@ -8,30 +9,24 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origin
 
 from mpbridge.common.errors import MOST_NAMED, BadValue, UnknownName
 from mpbridge.common.formats import DType, dtype
 from mpbridge.precision.field_values import yaml_kind
-from mpbridge.precision.megatron_spec.schema import CLASSES, records
+from mpbridge.precision.megatron_spec.fields import TABLE
+from mpbridge.precision.megatron_spec.schema import CLASSES, LATENT, REPLACED, records
 from mpbridge.precision.megatron_spec.versions import current, nearest
 from mpbridge.settings.sections import GPT, LIMITS, OWN, WORDS
 
 SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger", "audit")
-ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
-    {
-        "gelu": "torch.nn.functional:gelu",
-        "silu": "torch.nn.functional:silu",
-        "relu": "torch.nn.functional:relu",
-        "squared_relu": "megatron.core.activations:squared_relu",
-        "quick_gelu": "megatron.core.fusions.fused_bias_geglu:quick_gelu",
-    }
-)
+ACTIVATIONS: Mapping[str, str] = types.MappingProxyType({
+    **{name: f"torch.nn.functional:{name}" for name in ("gelu", "silu", "relu")},
+    "squared_relu": "megatron.core.activations:squared_relu", "quick_gelu": "megatron.core.fusions.fused_bias_geglu:quick_gelu",
+})  # fmt: skip
 """Names for `activation_func` -> import path of the function; SwiGLU is silu with gated_linear_unit."""
-
-
 NULL: Mapping[str, tuple[str, ...]] = types.MappingProxyType({"model.q_lora_rank": ("null",)})
 """Settings that may be null although megatron-core's annotation does not allow it: queries without a low-rank projection (multi_latent_attention.py)."""
 
@@ -46,19 +41,12 @@ class Setting:
 
     def expected(self) -> str:
         """The legal values, as text."""
+        choices = ", ".join(map(str, self.choices))
         words = {
-            "choice": "one of " + ", ".join(map(str, self.choices)),
-            "dtype": "a dtype",
-            "bool": "true or false",
-            "float": "a finite number",
-            "int": "a whole number",
-            "str": "text",
-            "object": "an object given in Python",
-            "list[choice]": "a list of " + ", ".join(map(str, self.choices))
-            if "choice" not in self.types
-            else "a list of them",
+            "choice": f"one of {choices}", "list[choice]": "a list of " + ("them" if "choice" in self.types else choices), "dtype": "a dtype",
+            "bool": "true or false", "float": "a finite number", "int": "a whole number", "str": "text", "object": "an object given in Python",
             "activation": f"one of {', '.join(ACTIVATIONS)} or a function given in Python",
-        }
+        }  # fmt: skip
         return " or ".join(words.get(name, name.replace("list[", "a list of ").rstrip("]")) for name in self.types)
 
 
@@ -121,20 +109,18 @@ def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[
         where = f"{section}.{name}"
         if name not in known:
             strange += 1
-            if strange > MOST_NAMED:
-                continue
-            faults.append(f"{where}={_short(value)}: {_unknown(section, str(name), known)}")
+            if strange <= MOST_NAMED:
+                faults.append(f"{where}={_short(value)}: {_unknown(section, str(name), known)}")
             continue
         try:
-            plain = fit(known[name], value)
+            plain, limit = fit(known[name], value), LIMITS.get(where)
         except BadValue as error:
             faults.append(f"{where}={error}")
             continue
-        limit = LIMITS.get(where)
         if limit is not None and isinstance(plain, (int, float)) and not limit.holds(plain):
             faults.append(f"{where}={value}: expected a number {limit}")
-            continue
-        out[name] = plain
+        else:
+            out[name] = plain
     if strange > MOST_NAMED:
         faults.append(f"{section}: {strange - MOST_NAMED:,} further unknown settings")
     return out
@@ -152,50 +138,29 @@ def fit(setting: Setting, value: Any) -> Any:
     raise BadValue(f"{_short(value)}{kind}: expected {setting.expected()}")
 
 
-def _whole(value: Any) -> tuple[bool, Any]:
-    # 1e6 and 2.0 are floats in YAML, and whole numbers to the author
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    return whole or (isinstance(value, int) and not isinstance(value, bool)), int(value) if whole else value
-
-
-def _real(value: Any) -> tuple[bool, Any]:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return ok, float(value) if ok else value
-
-
-_PLAIN: Mapping[str, Callable[[Any], tuple[bool, Any]]] = {
-    "null": lambda value: (value is None, None),
-    "bool": lambda value: (isinstance(value, bool), value),
-    "int": _whole,
-    "float": _real,
-    "str": lambda value: (isinstance(value, str), value),
-    "list": lambda value: (
-        isinstance(value, (list, tuple)),
-        list(value) if isinstance(value, (list, tuple)) else value,
-    ),
-    "object": lambda value: (
-        value is not None and not isinstance(value, (str, int, float, list, tuple, dict)),
-        value,
-    ),
-}
-"""Types that can be checked from the value alone: (whether it is one, the value in canonical form)."""
-
-
 def _as(name: str, setting: Setting, value: Any) -> tuple[bool, Any]:
     """(Whether `value` is a `name`, the value in canonical form)."""
-    if name in _PLAIN:
-        return _PLAIN[name](value)
-    if name == "activation":
-        return _activation(value)
-    if name in ("dtype", "choice"):
-        return _dtype(value) if name == "dtype" else _choice(setting, value)
-    return _list_of(name.removeprefix("list[").removesuffix("]"), setting, value)
-
-
-def _list_of(item: str, setting: Setting, value: Any) -> tuple[bool, Any]:
-    if not isinstance(value, (list, tuple)):
-        return False, value
-    parts = [_as(item, setting, part) for part in value]
+    listed, number = isinstance(value, (list, tuple)), isinstance(value, (int, float)) and not isinstance(value, bool)
+    match name:
+        case "null" | "bool" | "str":
+            return isinstance(value, {"null": type(None), "bool": bool, "str": str}[name]), value
+        case "int":  # 1e6 and 2.0 are floats in YAML, and whole numbers to the author
+            whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+            return whole or (number and isinstance(value, int)), int(value) if whole else value
+        case "float":
+            finite = number and math.isfinite(value)
+            return finite, float(value) if finite else value
+        case "object":
+            return value is not None and not listed and not isinstance(value, (str, int, float, dict)), value
+        case "activation":
+            return _activation(value)
+        case "dtype":
+            return _dtype(value)
+        case "choice":
+            return _choice(setting, value)
+    if not listed or name == "list":
+        return listed, list(value) if listed else value
+    parts = [_as(name.removeprefix("list[").removesuffix("]"), setting, part) for part in value]
     return all(ok for ok, _ in parts), [plain for _, plain in parts]
 
 
@@ -220,10 +185,8 @@ def _activation(value: Any) -> tuple[bool, Any]:
     if not isinstance(name, str) or name not in ACTIVATIONS:
         return callable(value), value
     # torch.nn.functional.gelu is a builtin that does not name its module
-    librarys = (
-        str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))
-        or type(value).__name__ == "builtin_function_or_method"
-    )
+    builtin = type(value).__name__ == "builtin_function_or_method"
+    librarys = builtin or str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))
     return True, name if not callable(value) or librarys else value
 
 
@@ -234,10 +197,8 @@ def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
     if section == "model" and name in upstream_class("model", latent=True):
         return "needs model.multi_latent_attention=true"
     error = UnknownName(f"setting in {section}", name, known)
-    # listing a hundred names does not help
-    return (
-        str(error) if error.near or len(known) < 20 else f"no setting in {section} named {name!r}, and no similar name"
-    )
+    alone = f"no setting in {section} named {name!r}, and no similar name"  # listing a hundred does not help
+    return str(error) if error.near or len(known) < 20 else alone
 
 
 def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -257,9 +218,8 @@ def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _short(value: Any) -> str:
     if isinstance(value, DType):
         return value.short
-    text = (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
-    )
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -319,3 +279,60 @@ class Section(dict[str, Any]):
         if name not in known:
             raise UnknownName(f"setting in {self._section}", name, known)
         return known[name]
+
+
+def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]:
+    """The settings of `section` in `value` (None, a mapping, a config object).
+
+    From an object, the fields that differ from its class's defaults. That is not exactly what its author wrote: a value that was set explicitly to
+    the default is not seen. It is not missed either, because the object built from the rest has it again.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    if section in OWN and isinstance(value, OWN[section]):
+        fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(OWN[section])}
+        return {name: now for name, (now, default) in fields.items() if now != default}
+    names, cls = {cls.__name__ for cls in type(value).__mro__}, CLASSES.get(section) or OWN[section].__name__
+    expected = (cls, LATENT) if section == "model" else (cls,)
+    if not names & set(expected) or section in OWN:
+        faults.append(f"{section} is a {type(value).__name__}: expected a mapping or a {' or '.join(expected)}")
+        return {}
+    return _written(section, value, faults, latent=LATENT in names)
+
+
+def _written(section: str, value: Any, faults: list[str], *, latent: bool) -> dict[str, Any]:
+    known, foreign = settings(section, latent=latent), list[str]()
+    out: dict[str, Any] = {"multi_latent_attention": True} if latent else {}
+    for field in (one for one in dataclasses.fields(value) if not one.name.startswith("_")):
+        now = getattr(value, field.name, None)
+        if field.name not in known:
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            foreign += [field.name] if now is not None and now != default else []
+        elif not _equal(known[field.name], now) and not _made_by_core(now):
+            out[field.name] = now
+    if foreign:
+        what = f"settings that megatron-core's own class lacks ({', '.join(foreign)})"
+        cure = "keep your object and use mpbridge.apply(mpbridge.plan(...)) on it, or give a mapping"
+        faults.append(f"{section} is a {type(value).__name__} with {what}: {cure}")
+    for old, new in REPLACED.items():
+        if old in out and new in out:
+            del out[old]
+    for row in (row for row in TABLE if row.target == section and row.follows and row.field in out):
+        if out[row.field] == getattr(value, str(row.follows), None):
+            del out[row.field]  # megatron-core filled it
+    return out
+
+
+def _equal(setting: Setting, value: Any) -> bool:
+    try:
+        return bool(fit(setting, value) == setting.default)
+    except BadValue:
+        return False
+
+
+def _made_by_core(value: Any) -> bool:
+    """Whether a function is one of the initialisers that megatron-core creates from init_method_std."""
+    home = str(getattr(value.func, "__module__", "")) if isinstance(value, functools.partial) else ""
+    return home == "torch.nn.init" and set(value.keywords) == {"mean", "std"}

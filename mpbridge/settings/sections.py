@@ -208,14 +208,8 @@ class Audit:
 
 
 OWN: dict[str, type] = {
-    "parallel": Parallelism,
-    "train": Train,
-    "data": Data,
-    "scheduler": Scheduler,
-    "checkpoint": Checkpoint,
-    "logger": Logger,
-    "audit": Audit,
-}
+    "parallel": Parallelism, "train": Train, "data": Data, "scheduler": Scheduler, "checkpoint": Checkpoint, "logger": Logger, "audit": Audit,
+}  # fmt: skip
 """Section -> its dataclass; model, optimizer and ddp are megatron-core's."""
 
 
@@ -264,13 +258,9 @@ _BOUNDS: dict[Range, dict[str, str]] = {
         "yarn_beta_fast yarn_beta_slow",
         "optimizer": "adam_eps",
     },
-    FRACTION: {
-        "model": "hidden_dropout attention_dropout",
-        "optimizer": "adam_beta1 adam_beta2 sgd_momentum",
-    },
+    FRACTION: {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2 sgd_momentum"},
     COUNT: {
-        "model": "mtp_num_layers moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps yarn_mscale "
-        "yarn_mscale_all_dim",
+        "model": "mtp_num_layers moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps yarn_mscale yarn_mscale_all_dim",
         "train": "train_iters eval_iters seed timeout_minutes",
         "scheduler": "lr_warmup_iters start_weight_decay end_weight_decay",
         "audit": "every",
@@ -278,14 +268,8 @@ _BOUNDS: dict[Range, dict[str, str]] = {
         "optimizer": "weight_decay clip_grad",
     },
     Range(above=0, most=1): {"model": "rotary_percent"},
-    SHARE: {
-        "scheduler": "lr_warmup_fraction",
-        "optimizer": "optimizer_offload_fraction",
-    },
-    RATE: {
-        "scheduler": "lr_warmup_init",
-        "optimizer": "lr min_lr decoupled_lr decoupled_min_lr",
-    },
+    SHARE: {"scheduler": "lr_warmup_fraction", "optimizer": "optimizer_offload_fraction"},
+    RATE: {"scheduler": "lr_warmup_init", "optimizer": "lr min_lr decoupled_lr decoupled_min_lr"},
 }
 """Bound -> section -> names of its settings."""
 LIMITS: dict[str, Range] = {

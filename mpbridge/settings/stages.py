@@ -88,34 +88,35 @@ class Stage:
 
 
 def read_stages(
-    value: Any,
-    *,
-    optimizer: Mapping[str, Any],
-    layers: int | None,
-    faults: list[str],
-    trusted: bool = True,
-    engine: str | None = None,
-) -> tuple[Stage, ...]:
+    value: Any, given: Mapping[str, Mapping[str, Any]], faults: list[str], *, trusted: bool = True, engine: str | None = None
+) -> tuple[Stage, ...]:  # fmt: skip
     """The stages of a mixed_precision setting, one if it is not a list; what is not valid is added to `faults`.
 
-    optimizer: the optimizer section, which settles what the recipe leaves open. engine: the author's choice; None: the recipe's. trusted: False refuses recipes that are the
-    configuration's own code (a function in a module or file), for configurations that came with a checkpoint.
+    given: the sections, of which the optimizer's settles what the recipe leaves open. engine: the author's choice; None: the recipe's. trusted: False
+    refuses recipes that are the configuration's own code (a function in a module or file), for configurations that came with a checkpoint.
     """
     if value is None or value == [] or value == {}:
-        faults.append(
-            "mixed_precision is missing: give a recipe's name, as in mixed_precision=bf16_mixed (names: mpbridge list)"
-        )
+        how = "give a recipe's name, as in mixed_precision=bf16_mixed (names: mpbridge list)"
+        faults.append(f"mixed_precision is missing: {how}")
         return ()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        parts, places = list(value), [f"mixed_precision[{i}]" for i in range(len(value))]
+        parts = {f"mixed_precision[{i}]": part for i, part in enumerate(value)}
     else:
-        parts, places = [value], ["mixed_precision"]
-    last = len(parts) - 1
-    found = []
-    for i, (part, place) in enumerate(zip(parts, places, strict=True)):
-        part, until = _split_until(part, place, needed=i < last, allowed=len(parts) > 1, faults=faults)
-        stage = _stage(part, until, place, optimizer, layers, faults, trusted, engine)
-        found += [stage] if stage is not None else []
+        parts = {"mixed_precision": value}
+    found, optimizer, layers = [], given["optimizer"], given["model"].get("num_layers")
+    for i, (place, whole) in enumerate(parts.items(), start=1):
+        part, until = _split_until(whole, place, needed=i < len(parts), allowed=len(parts) > 1, faults=faults)
+        before = len(faults)
+        try:
+            name, preferred, config = _authored(part, place, faults, trusted)
+            # what an author adds may call for another engine
+            preferred = preferred or engine_for(resolve(config))
+            config = with_storage(config, engine=engine or preferred, optimizer=str(optimizer.get("optimizer", "adam")))
+            policy = resolve(config, optimizer=optimizer, layers=layers)
+            if len(faults) == before:
+                found.append(Stage(recipe=name, config=config, policy=policy, until=until, engine=preferred))
+        except MpbridgeError as error:
+            faults += [f"{place}: {fault}" for fault in (error.faults if isinstance(error, Contradiction) else [error])]
     return tuple(found)
 
 
@@ -131,13 +132,10 @@ def as_plain(value: Any) -> Any:
 
 def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: list[str]) -> tuple[Any, Any]:
     if not isinstance(part, Mapping) or "until" not in part:
-        if needed:
-            faults.append(
-                f"{place}: every stage but the last needs `until`: a step, '90%', '1000 steps' or '3B tokens'"
-            )
+        text = f"{place}: every stage but the last needs `until`: a step, '90%', '1000 steps' or '3B tokens'"
+        faults += [text] if needed else []
         return part, None
-    rest = {name: item for name, item in part.items() if name != "until"}
-    until = part["until"]
+    rest, until = {name: item for name, item in part.items() if name != "until"}, part["until"]
     if not allowed:
         faults.append(f"{place}.until={until!r}: only the stages of a list have an end")
     elif not needed:
@@ -148,32 +146,6 @@ def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: 
         except BadValue as error:
             faults.append(f"{place}: {error}")
     return rest, until
-
-
-def _stage(
-    part: Any,
-    until: Any,
-    place: str,
-    optimizer: Mapping[str, Any],
-    layers: int | None,
-    faults: list[str],
-    trusted: bool,
-    chosen: str | None,
-) -> Stage | None:
-    before = len(faults)
-    try:
-        name, engine, config = _authored(part, place, faults, trusted)
-        # what an author adds may call for another engine
-        engine = engine or engine_for(resolve(config))
-        config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
-        policy = resolve(config, optimizer=optimizer, layers=layers)
-        if len(faults) == before:
-            return Stage(recipe=name, config=config, policy=policy, until=until, engine=engine)
-    except Contradiction as error:
-        faults += [f"{place}: {fault}" for fault in error.faults]
-    except MpbridgeError as error:
-        faults.append(f"{place}: {error}")
-    return None
 
 
 def _authored(part: Any, place: str, faults: list[str], trusted: bool) -> tuple[str, str | None, MixedPrecisionConfig]:
@@ -220,9 +192,8 @@ def with_storage(config: MixedPrecisionConfig, *, engine: str | None, optimizer:
     torch's optimizers keep their states in the parameters' dtype; FusedAdam keeps its own states. An explicit setting always wins.
     Rule: NeMo AutoModel PR 2248, precision_warnings.py.
     """
-    stored = config.stored()
+    stored, found = config.stored(), known(engine or DEFAULT)
     low = stored["bf16"] or stored["fp16"]
-    found = known(engine or DEFAULT)
     torchs = found is not None and found.main_weights == "optimizer" and optimizer in TORCHS
     if not torchs or not low or stored["params_dtype"] is not None:
         return config

@@ -67,9 +67,8 @@ def train_iters(train: Mapping[str, Any]) -> int:
     """Number of training steps. Raises BadValue naming the field if it is missing or not a number of steps."""
     value = train.get("train_iters")
     if value is None:
-        raise BadValue(
-            "train.train_iters is missing: it sets how long to train, regardless of the length of the data (train.train_iters=200)"
-        )
+        what = "it sets how long to train, regardless of the length of the data (train.train_iters=200)"
+        raise BadValue(f"train.train_iters is missing: {what}")
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise BadValue(f"train.train_iters={value!r}: expected a number of steps, 0 or more")
     return value
@@ -99,8 +98,6 @@ def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
     peak, least = optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0
     if not peak:
         return ["optimizer.lr is missing (optimizer.lr=1e-3)"]
-    if peak < 0:
-        return [f"optimizer.lr={peak}: expected a positive number"]
     return [f"optimizer.min_lr={least} is above optimizer.lr={peak}"] if least > peak else []
 
 
@@ -110,7 +107,6 @@ def batch_faults(train: Mapping[str, Any], parallel: Parallel | None) -> list[st
 
 
 def _fault(read: Callable[..., object], *given: Any) -> list[str]:
-    """What is wrong with settings that `read` reads."""
     try:
         read(*given)
     except BadValue as error:
@@ -124,21 +120,18 @@ def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], 
         return setting, 0
     found = re.fullmatch(r"rollback (\d+)", str(setting))
     if found is None or not int(found[1]):
-        raise BadValue(
-            f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may roll back)"
-        )
+        expected = "'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may roll back)"
+        raise BadValue(f"train.nonfinite={setting!r}: expected {expected}")
     return "rollback", int(found[1])
 
 
 def nonfinite_faults(train: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
     """Faults of train.nonfinite, given where the run is saved."""
-    setting = train["nonfinite"] or "skip"
+    setting, cure = train["nonfinite"] or "skip", "set checkpoint.save and checkpoint.save_interval"
     wrong = _fault(parse_nonfinite, setting)
     if wrong or parse_nonfinite(setting)[0] != "rollback" or checkpoint["save"]:
         return wrong
-    return [
-        f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval"
-    ]
+    return [f"train.nonfinite={setting!r} needs checkpoints to go back to: {cure}"]
 
 
 def training_faults(sections: Mapping[str, Mapping[str, Any]], parallel: Parallel | None) -> list[str]:
@@ -158,65 +151,44 @@ def scheduler_arguments(run: Any) -> dict[str, Any]:
 
 def schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
     """Like `scheduler_arguments`, from the sections."""
-    plan, steps = _DEFAULTS | _given(section), train_iters(train)
-    batch, warmup = int(train["global_batch_size"]), _warmup(plan, steps)
+    plan, steps, batch = _DEFAULTS | _given(section), train_iters(train), int(train["global_batch_size"])
+    iterations, fraction = plan.get("lr_warmup_iters") or 0, plan.get("lr_warmup_fraction")
+    if fraction is not None and iterations:
+        fault = f"scheduler.lr_warmup_iters={iterations} and lr_warmup_fraction={fraction} are both set; keep one"
+        raise Contradiction([fault], subject="the schedule")
+    warmup = round(float(fraction) * steps) if fraction is not None else int(iterations)
     # a run shorter than its warm-up never decays, so unless a decay was requested its end may be after the run's
     decay = int(plan["lr_decay_iters"] or max(steps, warmup + 1))
-    weight_decay = _given(optimizer).get("weight_decay", _WEIGHT_DECAY)
-    first, last = (
-        float(weight_decay if plan[name] is None else plan[name]) for name in ("start_weight_decay", "end_weight_decay")
-    )
-    faults = [*rate_faults(optimizer), *_faults(plan, optimizer, warmup, decay, first, last)]
+    usual = _given(optimizer).get("weight_decay", _WEIGHT_DECAY)
+    ends = (plan["start_weight_decay"], plan["end_weight_decay"])
+    first, last = (float(usual if end is None else end) for end in ends)
+    faults = [*rate_faults(optimizer), *_faults(plan, optimizer.get("lr") or 0.0, warmup, decay, first, last)]
     if faults:
         raise Contradiction(faults, subject="the learning-rate schedule contradicts itself")
+    switches = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
     return {
-        "init_lr": float(plan["lr_warmup_init"]),
-        "max_lr": float(optimizer["lr"]),
-        "min_lr": float(optimizer.get("min_lr") or 0.0),
-        "lr_warmup_steps": warmup * batch,
-        "lr_decay_steps": decay * batch,
-        "lr_decay_style": plan["lr_decay_style"],
-        "start_wd": first,
-        "end_wd": last,
-        "wd_incr_steps": max(1, steps) * batch,
-        "wd_incr_style": plan["weight_decay_incr_style"],
-        "use_checkpoint_opt_param_scheduler": bool(plan["use_checkpoint_opt_param_scheduler"]),
-        "override_opt_param_scheduler": bool(plan["override_opt_param_scheduler"]),
+        "init_lr": float(plan["lr_warmup_init"]), "max_lr": float(optimizer["lr"]), "min_lr": float(optimizer.get("min_lr") or 0.0),
+        "lr_warmup_steps": warmup * batch, "lr_decay_steps": decay * batch, "lr_decay_style": plan["lr_decay_style"],
+        "start_wd": first, "end_wd": last, "wd_incr_steps": max(1, steps) * batch, "wd_incr_style": plan["weight_decay_incr_style"],
+        **{name: bool(plan[name]) for name in switches},
         "wsd_decay_steps": int(plan["lr_wsd_decay_iters"]) * batch if plan["lr_wsd_decay_iters"] else None,
         "lr_wsd_decay_style": plan["lr_wsd_decay_style"],
-    }
+    }  # fmt: skip
 
 
 def _given(section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in section.items() if value is not None}
 
 
-def _faults(
-    plan: Mapping[str, Any], optimizer: Mapping[str, Any], warmup: int, decay: int, first: float, last: float
-) -> list[str]:
+def _faults(plan: Mapping[str, Any], peak: float, warmup: int, decay: int, first: float, last: float) -> list[str]:
     """The schedule's faults. first, last: weight decay at both ends."""
-    start, peak = plan["lr_warmup_init"], optimizer.get("lr") or 0.0
+    start = plan["lr_warmup_init"]
     checks = (
         (start > peak, f"scheduler.lr_warmup_init={start} is above optimizer.lr={peak}"),
         (warmup >= decay, f"scheduler.lr_warmup_iters={warmup} does not end before scheduler.lr_decay_iters={decay}"),
-        (
-            plan["lr_decay_style"] == "WSD" and plan["lr_wsd_decay_iters"] is None,
-            "scheduler.lr_decay_style='WSD' requires scheduler.lr_wsd_decay_iters",
-        ),
+        (plan["lr_decay_style"] == "WSD" and plan["lr_wsd_decay_iters"] is None, "scheduler.lr_decay_style='WSD' requires scheduler.lr_wsd_decay_iters"),
         (first > last, f"scheduler.start_weight_decay={first} is above end_weight_decay={last}"),
-        (
-            first < last and plan["weight_decay_incr_style"] == "constant",
-            f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: set scheduler.weight_decay_incr_style=linear or cosine",
-        ),
-    )
+        (first < last and plan["weight_decay_incr_style"] == "constant",
+         f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: set scheduler.weight_decay_incr_style=linear or cosine"),
+    )  # fmt: skip
     return [text for broken, text in checks if broken]
-
-
-def _warmup(plan: Mapping[str, Any], steps: int) -> int:
-    iterations, fraction = plan.get("lr_warmup_iters") or 0, plan.get("lr_warmup_fraction")
-    if fraction is not None and iterations:
-        raise Contradiction(
-            [f"scheduler.lr_warmup_iters={iterations} and lr_warmup_fraction={fraction} are both set; keep one"],
-            subject="the schedule",
-        )
-    return round(float(fraction) * steps) if fraction is not None else int(iterations)

@@ -19,7 +19,7 @@ from mpbridge.common.files import LIMITS, bytes_of, lines_of, text_of
 ROOT = Path(mpbridge.__file__).parent
 OTHERS = {
     "common/versions.py": "installed packages' own files", "common/pages/document.py": "this package's own files",
-    "common/probe.py": "installed packages' own files", "interop/stacks/known_keys.py": "this package's own files",
+    "common/probe.py": "installed packages' own files", "interop/stacks/reading.py": "this package's own files",
     "interop/stacks/megatron_lm_arguments.py": "this package's own files",
     "observe/audit/findings.py": "what this run's audits wrote", "planning/estimate/constants.py": "this package's own files",
     "precision/megatron_spec/schema.py": "this package's own files", "te_cpu/cuda_names.py": "the kernel's /proc",

@@ -15,16 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 PARAMETERS = {
-    "gpt_tiny": (4.3e6, 4.4e6),
-    "gpt_125m": (1.6e8, 1.7e8),
-    "llama3_8b": (8.02e9, 8.04e9),
-    "moe_tiny": (1.9e6, 2.1e6),
-    "nemotron_h_tiny": (1.2e6, 1.3e6),
-    "nemotron_h_8b": (8.05e9, 8.15e9),
-    "nemotron_nano_v2_12b": (12.3e9, 12.32e9),
-    "nemotron_3_nano": (31.5e9, 31.65e9),
-    "nemotron_3_super": (120.5e9, 120.8e9),
-}
+    "gpt_tiny": (4.3e6, 4.4e6), "gpt_125m": (1.6e8, 1.7e8), "llama3_8b": (8.02e9, 8.04e9), "moe_tiny": (1.9e6, 2.1e6), "nemotron_h_tiny": (1.2e6, 1.3e6),
+    "nemotron_h_8b": (8.05e9, 8.15e9), "nemotron_nano_v2_12b": (12.3e9, 12.32e9), "nemotron_3_nano": (31.5e9, 31.65e9), "nemotron_3_super": (120.5e9, 120.8e9),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -32,14 +25,10 @@ def test_a_shipped_configuration_builds_megatron_cores_configs(path):
     c = ConfigContainer.load(path, ["mixed_precision=bf16_mixed"])
     run = c.resolved(c.smallest_world() * 2)
     made = build(run.inputs, run.plan)
-    assert made.model.num_layers == run.facts.shape.num_layers
-    assert made.model.ffn_hidden_size == run.facts.shape.ffn_hidden_size
-    assert (
-        made.ddp.use_distributed_optimizer
-        == run.facts.optimizer.distributed
-        == made.optimizer.use_distributed_optimizer
-    )
-    assert made.gpt["vocab_size"] == run.facts.shape.vocab_size
+    shape, distributed = run.facts.shape, run.facts.optimizer.distributed
+    assert (made.model.num_layers, made.model.ffn_hidden_size) == (shape.num_layers, shape.ffn_hidden_size)
+    assert made.ddp.use_distributed_optimizer == distributed == made.optimizer.use_distributed_optimizer
+    assert made.gpt["vocab_size"] == shape.vocab_size
 
 
 def parameters(shape) -> int:
@@ -49,11 +38,8 @@ def parameters(shape) -> int:
     count = 2 * shape.vocab_size * hidden + hidden
     for kind in shape.pattern:
         # z, x, B, C and dt; the convolution of x, B and C over four tokens with its bias; three values per head; two norms
-        heads = shape.sizes["mamba_num_heads"]
-        inner, states = (
-            heads * shape.sizes["mamba_head_dim"],
-            2 * shape.sizes["mamba_num_groups"] * shape.sizes["mamba_state_dim"],
-        )
+        heads, sizes = shape.sizes["mamba_num_heads"], shape.sizes
+        inner, states = heads * sizes["mamba_head_dim"], 2 * sizes["mamba_num_groups"] * sizes["mamba_state_dim"]
         mamba = hidden * (2 * inner + states + heads) + 5 * (inner + states) + 3 * heads + inner + inner * hidden
         # experts, their router, and one that all tokens share
         latent = shape.sizes.get("moe_latent_size", 0)
@@ -62,14 +48,10 @@ def parameters(shape) -> int:
         mixture += hidden * (shape.experts or 0)
         count += hidden + {"M": mamba, "*": attention, "-": 2 * hidden * shape.ffn_hidden_size, "E": mixture}[kind]
     for layer in range(0 if shape.pattern else shape.num_layers):
-        count += attention + 2 * hidden
-        if shape.is_expert_layer(layer):
-            count += (
-                shape.experts * (3 * hidden * shape.expert_ffn_hidden_size + hidden)
-                + 3 * hidden * shape.shared_expert_size
-            )
-        else:
-            count += 3 * hidden * shape.ffn_hidden_size
+        mixture = shape.is_expert_layer(layer)
+        routed = shape.experts * (3 * shape.expert_ffn_hidden_size + 1) if mixture else 0
+        every = shape.shared_expert_size if mixture else shape.ffn_hidden_size
+        count += attention + hidden * (2 + routed + 3 * every)
     return count
 
 
@@ -87,23 +69,14 @@ def test_deepseek_has_the_depth_and_experts_of_its_report():
     assert shape.expert_layers.count(False) == 3
     routed = shape.expert_layers.count(True) * shape.experts * 3 * shape.hidden_size * shape.expert_ffn_hidden_size
     assert 6.5e11 < routed < 6.6e11
-    assert (
-        sum(
-            [
-                run.inputs["model"]["num_layers_in_first_pipeline_stage"],
-                run.inputs["model"]["num_layers_in_last_pipeline_stage"],
-                6 * 8,
-            ]
-        )
-        == 61
-    )
+    ends = (run.inputs["model"][f"num_layers_in_{end}_pipeline_stage"] for end in ("first", "last"))
+    assert sum(ends) + 6 * 8 == 61
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_file_resolves(path):
-    assert resolve(get_mixed_precision_config(path), layers=8) != resolve(
-        get_mixed_precision_config("bf16_mixed"), layers=8
-    )
+    ours, plain = (resolve(get_mixed_precision_config(name), layers=8) for name in (path, "bf16_mixed"))
+    assert ours != plain
 
 
 def test_the_recipe_files_mean_what_their_comments_say():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpbridge.common.errors import Contradiction, UnknownName
+from mpbridge.common.errors import Contradiction
 from mpbridge.common.facts import Versions
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
@@ -22,13 +22,7 @@ from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.sections import Train
 from mpbridge.settings.stages import emulation_faults
 
-MODEL = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "max_sequence_length": 32,
-    "position_embedding_type": "rope",
-}
+MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32, "position_embedding_type": "rope"}  # fmt: skip
 
 
 def container(precision="bf16_mixed", **sections) -> ConfigContainer:
@@ -68,25 +62,19 @@ def test_every_recipe_resolves_and_names_its_engine():
         assert run.engine == (entry.engine or "mcore")
 
 
-def test_the_containers_engine_is_stronger_than_the_recipes():
+def test_the_containers_engine_is_stronger_than_the_recipes_and_megatron_fsdp_is_said_in_both_places():
     c = container("bf16_params_fp32_states")
     assert c.resolved().engine == "fsdp2"
     c.engine = "mcore"
     assert c.resolved().engine == "mcore"
-
-
-def test_megatron_fsdp_is_said_in_both_places():
     assert container("bf16_megatron_fsdp").resolved().inputs["ddp"]["use_megatron_fsdp"] is True
     assert container(ddp={"use_megatron_fsdp": True}).resolved().engine == "megatron_fsdp"
-    c = container("bf16_megatron_fsdp", ddp={"use_megatron_fsdp": False})
-    assert "drop one of them" in faults(c)
 
 
 def test_aliases_and_files_are_known_by_their_canonical_name():
     assert container("BF16-Mixed").resolved().recipe == "bf16_mixed"
-    assert (
-        container({"recipe": "fp8_cs", "fp8_param": False}).resolved().recipe == "bf16_with_fp8_current_scaling_mixed"
-    )
+    added = container({"recipe": "fp8_cs", "fp8_param": False})
+    assert added.resolved().recipe == "bf16_with_fp8_current_scaling_mixed"
     assert container(MixedPrecisionConfig(bf16=True)).resolved().recipe == "custom"
 
 
@@ -98,11 +86,7 @@ def test_an_author_who_disagrees_is_named_in_the_plan():
 
 
 def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
-    aware = {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": "torch.bfloat16",
-        "use_distributed_optimizer": True,
-    }
+    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "use_distributed_optimizer": True}
     run = container(optimizer=aware).resolved()
     assert run.policy.exp_avg is DType.BF16
     assert run.policy.precision_aware
@@ -132,13 +116,12 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         ({"data": {"tokenizer": "x:y"}}, 1, "model.vocab_size is missing"),
         ({"data": {"tokenizer": "gpt2"}}, 1, "mpbridge data inspect --tokenizer gpt2"),
         ({"model": {"vocab_size": 257}, "parallel": {"tensor_model_parallel_size": 2}}, 2, "pad it to 384"),
-        (
-            {"optimizer": {"use_distributed_optimizer": True}, "ddp": {"use_distributed_optimizer": False}},
-            1,
-            "the same setting",
-        ),
+        ({"optimizer": {"overlap_param_gather": True}, "ddp": {"overlap_param_gather": False}}, 1, "the same setting"),
         ({"model": {"sequence_parallel": True}, "parallel": {"sequence_parallel": False}}, 1, "the same setting"),
         ({"engine": "mcroe"}, 1, "nearest: mcore"),
+        ({"precision": "bf16_megatron_fsdp", "ddp": {"use_megatron_fsdp": False}}, 1, "drop one of them"),
+        ({"precision": "nemotron_3_super_bf16_with_nvfp4_mixed"}, 1, "edge layers"),
+        ({"precision": {"fp16": True, "bf16": True}}, 1, "mixed_precision: fp16 and bf16 are on together: keep one"),
         ({"emulate": "yes"}, 1, "expected true, false, fast or te"),
         ({"model": [1]}, 1, "model is a list"),
     ],
@@ -153,24 +136,15 @@ def test_all_faults_come_together():
 
 
 def test_a_missing_depth_and_length_are_named():
-    c = ConfigContainer(
-        mixed_precision="fp32", model={"hidden_size": 8}, train={"train_iters": 1}, optimizer={"lr": 1.0}
-    )
-    said = faults(c)
+    said = faults(ConfigContainer(mixed_precision="fp32", model={"hidden_size": 8}))
     assert "model.num_layers is missing" in said
     assert "data.seq_length is missing" in said
 
 
 @pytest.mark.parametrize(
     ("section", "name"),
-    [
-        ("model", "num_layers"),
-        ("model", "num_query_groups"),
-        ("train", "train_iters"),
-        ("optimizer", "lr"),
-        ("train", "micro_batch_size"),
-    ],
-)
+    [("model", "num_layers"), ("model", "num_query_groups"), ("train", "train_iters"), ("optimizer", "lr"), ("train", "micro_batch_size")],
+)  # fmt: skip
 @pytest.mark.parametrize("value", ["four", -1])
 def test_a_value_that_cannot_be_is_one_fault_and_not_missing_too(section, name, value):
     said = faults(container(**{section: {name: value}})).splitlines()
@@ -181,15 +155,6 @@ def test_a_value_that_cannot_be_is_one_fault_and_not_missing_too(section, name, 
 def test_planning_asks_for_less_than_training():
     c = container(train={"train_iters": None}, optimizer={"lr": None})
     assert c.resolved(training=False).train["train_iters"] is None
-
-
-def test_a_precision_config_that_contradicts_itself_is_a_fault_of_the_configuration():
-    said = faults(container(MixedPrecisionConfig(bf16=True, fp16=True)))
-    assert said == "mixed_precision: fp16 and bf16 are on together: keep one"
-
-
-def test_more_edge_layers_than_the_model_has():
-    assert "edge layers" in faults(container("nemotron_3_super_bf16_with_nvfp4_mixed"))
 
 
 def test_facts_with_two_homes_are_said_in_both():
@@ -207,10 +172,8 @@ def test_null_micro_batch_is_a_ranks_whole_share():
 
 @pytest.mark.parametrize(("te", "tried"), [("9.9", False), ("2.8", False), ("2.9", True), ("2.20.1", True)])
 def test_a_release_that_has_not_been_tried_is_not_taken_for_another(te, tried):
-    found = [
-        fault for fault in emulation_faults(True, None, te) if "has not been tried (expected 2.9 to 2.20)" in fault
-    ]
-    assert bool(found) is not tried
+    said = "has not been tried (expected 2.9 to 2.20)"
+    assert any(said in fault for fault in emulation_faults(True, None, te)) is not tried
 
 
 def test_emulation_shows_in_the_facts_only_where_something_is_quantized():
@@ -222,10 +185,8 @@ def test_emulation_shows_in_the_facts_only_where_something_is_quantized():
 def test_stages_are_accepted_and_the_first_one_begins():
     c = container([{"recipe": "fp8_cs", "until": "90%"}, {"recipe": "bf16_mixed"}])
     run = c.resolved()
-    assert [(stage.recipe, stage.until) for stage in run.stages] == [
-        ("bf16_with_fp8_current_scaling_mixed", "90%"),
-        ("bf16_mixed", None),
-    ]
+    assert [stage.recipe for stage in run.stages] == ["bf16_with_fp8_current_scaling_mixed", "bf16_mixed"]
+    assert [stage.until for stage in run.stages] == ["90%", None]
     assert run.policy == run.stages[0].policy
 
 
@@ -274,21 +235,10 @@ def roundtrip(c: ConfigContainer) -> ConfigContainer:
 
 def test_a_dump_loads_back_to_an_equal_container(tmp_path):
     c = container(
-        {
-            "recipe": "fp8_cs",
-            "exp_avg_dtype": torch.bfloat16,
-            "keep_fp32": ("*.norm*",),
-            "modules": {"mlp.linear_fc2": {"fp8": "hybrid"}},
-        },
-        model={
-            "params_dtype": torch.float16,
-            "activation_func": torch.nn.functional.silu,
-            "window_size": (4, 0),
-            "layernorm_epsilon": 1e-6,
-        },
-        engine="mcore",
-        emulate=True,
-    )
+        {"recipe": "fp8_cs", "exp_avg_dtype": torch.bfloat16, "keep_fp32": ("*.norm*",), "modules": {"mlp.linear_fc2": {"fp8": "hybrid"}}},
+        model={"params_dtype": torch.float16, "activation_func": torch.nn.functional.silu, "window_size": (4, 0), "layernorm_epsilon": 1e-6},
+        engine="mcore", emulate=True,
+    )  # fmt: skip
     c.dump(tmp_path / "c.yaml")
     again = ConfigContainer.load(tmp_path / "c.yaml")
     assert again == c
@@ -309,27 +259,16 @@ def test_what_no_file_can_hold_is_named_by_the_dump():
         container(model={"activation_func": lambda x: x}).to_yaml()
 
 
-SECTION_VALUES = st.fixed_dictionaries(
-    {},
-    optional={
-        "optimizer": st.fixed_dictionaries(
-            {},
-            optional={
-                "lr": st.floats(0, 1),
-                "clip_grad": st.floats(0, 1e6),
-                "exp_avg_dtype": st.sampled_from(["bf16", "torch.float32"]),
-            },
-        ),
-        "ddp": st.fixed_dictionaries(
-            {}, optional={"bucket_size": st.none() | st.integers(1), "overlap_grad_reduce": st.booleans()}
-        ),
-        "data": st.fixed_dictionaries({}, optional={"corpus": st.text() | st.lists(st.text()), "json_key": st.text()}),
-        "logger": st.fixed_dictionaries({}, optional={"log_dir": st.none() | st.text()}),
-        "mixed_precision": st.sampled_from(
-            ["bf16_mixed", "16", "fp8_cs", {"recipe": "fp32", "loss_scale": 2.0}, {"bf16": True}]
-        ),
-    },
-)
+def some(**values):
+    return st.fixed_dictionaries({}, optional=values)
+
+
+SECTION_VALUES = some(
+    optimizer=some(lr=st.floats(0, 1), clip_grad=st.floats(0, 1e6), exp_avg_dtype=st.sampled_from(["bf16", "torch.float32"])),
+    ddp=some(bucket_size=st.none() | st.integers(1), overlap_grad_reduce=st.booleans()),
+    data=some(corpus=st.text() | st.lists(st.text()), json_key=st.text()), logger=some(log_dir=st.none() | st.text()),
+    mixed_precision=st.sampled_from(["bf16_mixed", "16", "fp8_cs", {"recipe": "fp32", "loss_scale": 2.0}, {"bf16": True}]),
+)  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
@@ -337,11 +276,6 @@ SECTION_VALUES = st.fixed_dictionaries(
 def test_every_dump_loads_back(values):
     c = ConfigContainer(**values)
     assert roundtrip(c) == c
-
-
-def test_the_constructor_names_the_nearest_section():
-    with pytest.raises(UnknownName, match="nearest: mixed_precision"):
-        ConfigContainer(mixed_precison="bf16_mixed")
 
 
 YARN = {
@@ -360,7 +294,6 @@ YARN = {
         ({"multi_latent_attention": True}, "latent attention, which takes model.rope_type=yarn"),
         ({"position_embedding_type": "rope"}, "only read with model.position_embedding_type=yarn"),
     ],
-    ids=["part of a head", "another scaling", "bounds", "no factor", "latent", "not yarn"],
 )
 def test_yarn_that_megatron_core_would_not_compute_is_refused(change: dict[str, Any], said: str) -> None:
     config = ConfigContainer(mixed_precision="bf16_mixed", model=YARN, data={"seq_length": 32})

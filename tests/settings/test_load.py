@@ -32,67 +32,44 @@ def test_the_command_line_is_stronger_than_the_file_and_both_are_remembered(file
     assert c.origin["optimizer.weight_decay"] == str(path)
 
 
-def test_an_override_adds_to_a_recipe_that_the_file_names(file):
-    c = loaded(file("mixed_precision: bf16_mixed\n"), "mixed_precision.grad_reduce_in_fp32=false")
-    assert c.mixed_precision == {"recipe": "bf16_mixed", "grad_reduce_in_fp32": False}
+ADDED = "{recipe: bf16_mixed, grad_reduce_in_fp32: false}"
+LAYERS = [
+    # (mixed_precision of the file, overrides, mixed_precision of both)
+    ("bf16_mixed", ["mixed_precision.grad_reduce_in_fp32=false"], {"recipe": "bf16_mixed", "grad_reduce_in_fp32": False}),
+    # another recipe drops what the weaker layer added to its own, and trains the same parameters
+    *((ADDED, [f"mixed_precision={name}"], {"recipe": name.strip("'")}) for name in ("fp16_mixed", "'16'", "16")),
+    *((ADDED.replace("}", ", frozen: ['*'], lora_dtype: fp32}"), [f"{name}=fp8_cs"], {"recipe": "fp8_cs", "frozen": ["*"], "lora_dtype": "fp32"})
+      for name in ("mixed_precision", "mixed_precision.recipe")),
+    # the same recipe in another spelling keeps the additions
+    (ADDED, ["mixed_precision=BF16-mixed"], {"recipe": "BF16-mixed", "grad_reduce_in_fp32": False}),
+    # recipe and addition on one command line go together in any order
+    *((ADDED, ["mixed_precision.fp8_margin=1", "mixed_precision=fp8_cs"][::order], {"recipe": "fp8_cs", "fp8_margin": 1}) for order in (1, -1)),
+    # a later layer about one twin field overrules the other one
+    ("{recipe: fp8_cs, fp8_param: true}", ["mixed_precision.fp8_param_gather=false"], {"recipe": "fp8_cs", "fp8_param_gather": False}),
+    # a glob keeps its dots
+    ("bf16_mixed", ["mixed_precision.modules.mlp.linear_fc2={fp8: hybrid}"], {"recipe": "bf16_mixed", "modules": {"mlp.linear_fc2": {"fp8": "hybrid"}}}),
+    ("[{recipe: fp8_cs, until: 90%}, {recipe: bf16_mixed}]", ["mixed_precision=fp16_mixed"], {"recipe": "fp16_mixed"}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["fp16_mixed", "'16'", "16"])
-def test_another_recipe_drops_what_the_weaker_layer_added_to_its_own(file, name):
-    path = file("mixed_precision: {recipe: bf16_mixed, grad_reduce_in_fp32: false}\n")
-    c = loaded(path, f"mixed_precision={name}")
-    assert c.mixed_precision == {"recipe": name.strip("'")}
-    assert "mixed_precision.grad_reduce_in_fp32" not in c.origin
-
-
-def test_another_recipe_trains_the_same_parameters(file):
-    path = file("mixed_precision: {recipe: bf16_mixed, grad_reduce_in_fp32: false, frozen: ['*'], lora_dtype: fp32}\n")
-    for override in ("mixed_precision=fp8_cs", "mixed_precision.recipe=fp8_cs"):
-        c = loaded(path, override)
-        assert c.mixed_precision == {"recipe": "fp8_cs", "frozen": ["*"], "lora_dtype": "fp32"}
-        assert c.origin["mixed_precision.frozen"] == str(path)
-
-
-def test_the_same_recipe_in_another_spelling_keeps_the_additions(file):
-    path = file("mixed_precision: {recipe: bf16_mixed, grad_reduce_in_fp32: false}\n")
-    assert loaded(path, "mixed_precision=BF16-mixed").mixed_precision == {
-        "recipe": "BF16-mixed",
-        "grad_reduce_in_fp32": False,
-    }
-
-
-def test_recipe_and_addition_on_one_command_line_go_together_in_any_order(file):
-    path = file("mixed_precision: {recipe: bf16_mixed, grad_reduce_in_fp32: false}\n")
-    for order in (1, -1):
-        c = loaded(path, *["mixed_precision.fp8_margin=1", "mixed_precision=fp8_cs"][::order])
-        assert c.mixed_precision == {"recipe": "fp8_cs", "fp8_margin": 1}
-
-
-def test_a_later_layer_about_one_twin_field_overrules_the_other_one(file):
-    path = file("mixed_precision: {recipe: fp8_cs, fp8_param: true}\n")
-    c = loaded(path, "mixed_precision.fp8_param_gather=false")
-    assert c.mixed_precision == {"recipe": "fp8_cs", "fp8_param_gather": False}
-    assert not c.resolved(training=False).policy.stored if c.model else True
+@pytest.mark.parametrize(("below", "overrides", "both"), LAYERS)
+def test_layers_of_a_recipe_and_its_additions(file, below, overrides, both):
+    path = file(f"mixed_precision: {below}\n")
+    c = loaded(path, *overrides)
+    assert c.mixed_precision == both
+    assert {name.split(".")[1] for name in c.origin} == both.keys(), "what is dropped has no source"
+    assert c.origin.get("mixed_precision.frozen") == (str(path) if "frozen" in both else None)
 
 
 def test_twin_fields_must_agree_within_one_command_line(file):
+    twins = ("mixed_precision.fp8_param=true", "mixed_precision.fp8_param_gather=false")
     with pytest.raises(Contradiction, match="fp8_param=True and fp8_param_gather=False are the same setting"):
-        loaded(
-            file("mixed_precision: fp8_cs\n"),
-            "mixed_precision.fp8_param=true",
-            "mixed_precision.fp8_param_gather=false",
-        )
-
-
-def test_a_modules_glob_keeps_its_dots(file):
-    c = loaded(file("mixed_precision: bf16_mixed\n"), "mixed_precision.modules.mlp.linear_fc2={fp8: hybrid}")
-    assert c.mixed_precision["modules"] == {"mlp.linear_fc2": {"fp8": "hybrid"}}
+        loaded(file("mixed_precision: fp8_cs\n"), *twins)
 
 
 def test_null_unsets(file):
-    assert loaded(file("mixed_precision: bf16_mixed\ntrain: {threads: 2}\n"), "train.threads=null").train == {
-        "threads": None
-    }
+    path = file("mixed_precision: bf16_mixed\ntrain: {threads: 2}\n")
+    assert loaded(path, "train.threads=null").train == {"threads": None}
 
 
 @pytest.mark.parametrize(
@@ -114,8 +91,9 @@ def test_what_no_override_can_be_is_named(file, text, said):
 
 def test_a_value_and_settings_below_it_cannot_both_be():
     faults: list[str] = []
-    dotted(["train.x=1", "train.x.y=2", "data.a.b=1", "data.a=1"], faults)
-    assert len(faults) == 2
+    dotted(["train.x=1", "train.x.y=2", "data.a.b=1", "data.a=1", "model=&m {a: *m}"], faults)
+    assert len(faults) == 3
+    assert "refers to itself" in faults[2]
 
 
 def test_all_faults_of_file_and_command_line_come_together(file):
@@ -126,39 +104,20 @@ def test_all_faults_of_file_and_command_line_come_together(file):
     assert str(caught.value).startswith(f"the configuration {path} cannot be used")
 
 
-@pytest.mark.parametrize(
-    "text", ["[1, 2]", "a: [", "a: 1\na: 2\n", "\x00", "just text", "!!python/object/apply:os.system [echo]"]
-)
-def test_a_file_that_is_no_configuration_is_one_clear_error(file, text):
-    with pytest.raises(BadValue, match=r"run\.yaml"):
-        loaded(file(text))
-
-
 LAUGHS = "a: &a [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
 )
+NO_FILES = {
+    **dict.fromkeys(("[1, 2]", "a: [", "a: 1\na: 2\n", "\x00", "just text", "!!python/object/apply:os.system [echo]"), r"run\.yaml"),
+    **dict.fromkeys(("model: &m {a: *m}\n", LAUGHS, "[" * 50 + "]" * 50), "refers to itself, or exceeds"),
+    f"model: [{'1,' * 49_000}]": "more than 20,000 keys and values",  # before all are read
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text", ["model: &m {a: *m}\n", LAUGHS, "[" * 50 + "]" * 50], ids=["cycle", "billion laughs", "deep"]
-)
-def test_a_file_that_never_ends_is_refused_at_once(file, text):
-    with pytest.raises(BadValue, match="refers to itself, or exceeds"):
+@pytest.mark.parametrize(("text", "said"), NO_FILES.items(), ids=range(len(NO_FILES)))
+def test_a_file_that_is_no_configuration_is_one_clear_error(file, tmp_path, text, said):
+    with pytest.raises(BadValue, match=said):
         loaded(file(text))
-
-
-def test_a_file_of_many_values_is_refused_before_all_are_read(file):
-    with pytest.raises(BadValue, match="more than 20,000 keys and values"):
-        loaded(file(f"model: [{'1,' * 49_000}]"))
-
-
-def test_an_override_that_never_ends_is_refused():
-    faults: list[str] = []
-    dotted(["model=&m {a: *m}"], faults)
-    assert "refers to itself" in faults[0]
-
-
-def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(BadValue, match=r"nowhere\.yaml"):
         loaded(tmp_path / "nowhere.yaml")
 
@@ -180,7 +139,6 @@ def test_single_fields_cannot_change_a_list_of_stages(file):
     path = file("mixed_precision: [{recipe: fp8_cs, until: 90%}, {recipe: bf16_mixed}]\n")
     with pytest.raises(Contradiction, match="list of stages"):
         loaded(path, "mixed_precision.fp8_margin=1")
-    assert loaded(path, "mixed_precision=fp16_mixed").mixed_precision == {"recipe": "fp16_mixed"}
 
 
 def test_code_that_a_strangers_configuration_names_is_not_run(tmp_path, file):
@@ -207,17 +165,13 @@ def test_a_configuration_extends_another_by_path_or_name(file, tmp_path):
 
 
 WRONG_BASES = {
-    "itself": ("extends: run.yaml", "extends itself through"),
-    "a circle": ("extends: other.yaml", "extends itself through"),
-    "nothing there": ("extends: nope.yaml", "no configuration named 'nope.yaml'"),
-    "no such name": ("extends: llama3_9b", "nearest: llama3_8b"),
-    "no name": ("extends: [llama3_8b]", "expected a file, or the name"),
-    "a folder of weights": ("extends: hf:there", "expected a file, or the name"),
-}
+    "run.yaml": "extends itself through", "other.yaml": "extends itself through", "nope.yaml": "no configuration named 'nope.yaml'",
+    "llama3_9b": "nearest: llama3_8b", "[llama3_8b]": "expected a file, or the name", "hf:there": "expected a file, or the name",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "words"), WRONG_BASES.values(), ids=WRONG_BASES)
-def test_what_cannot_be_extended_is_a_message(file, tmp_path, text, words):
+@pytest.mark.parametrize(("base", "words"), WRONG_BASES.items())
+def test_what_cannot_be_extended_is_a_message(file, tmp_path, base, words):
     (tmp_path / "other.yaml").write_text("extends: run.yaml")
     with pytest.raises((BadValue, UnknownName), match=words):
-        read(file(text))
+        read(file(f"extends: {base}"))

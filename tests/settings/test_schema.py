@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -18,26 +20,29 @@ from mpbridge.settings.schema import Setting, checked, fit, settings
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def generator():
-    spec = importlib.util.spec_from_file_location("make_schema", ROOT / "scripts" / "generate" / "make_schema.py")
+@functools.cache
+def generator(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "generate" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_schema_file_is_what_the_installed_megatron_core_gives(generator):
+def test_schema_file_is_what_the_installed_megatron_core_gives():
     """Or that of the release that represents it: 0.16.0 has the classes of 0.16.1."""
-    here = generator.PLACE.stem
-    place = generator.PLACE.with_name(f"{nearest(here)}.json")
-    made = generator.text().replace(f'"megatron_core": "{here}"', f'"megatron_core": "{place.stem}"')
+    here = generator("make_schema").PLACE.stem
+    place = generator("make_schema").PLACE.with_name(f"{nearest(here)}.json")
+    made = generator("make_schema").text().replace(f'"megatron_core": "{here}"', f'"megatron_core": "{place.stem}"')
     assert place.read_text(encoding="utf-8") == made, "run scripts/generate/make_schema.py"
 
 
 def test_every_default_of_a_described_version_is_legal_in_its_own_schema():
     for version in described():
-        for section in CLASSES:
-            for name, setting in settings(section, latent=True, version=version).items():
+        for section, latent in (
+            *itertools.product(CLASSES, (True, False)),
+            *((section, False) for section in schema.SECTIONS),
+        ):
+            for name, setting in settings(section, latent=latent, version=version).items():
                 if setting.types != ("activation",):
                     assert fit(setting, setting.default) == setting.default, f"{version} {section}.{name}"
 
@@ -54,9 +59,9 @@ def test_a_choice_among_numbers_and_an_infinite_default_are_read():
         fit(limit, float("-inf"))
 
 
-def test_every_upstream_field_is_known_with_its_own_default(generator):
+def test_every_upstream_field_is_known_with_its_own_default():
     homes = {"TransformerConfig": ("model", False), "MLATransformerConfig": ("model", True)}
-    for cls in generator.CLASSES:
+    for cls in generator("make_schema").CLASSES:
         section, latent = homes.get(cls.__name__, ("optimizer" if cls.__name__ == "OptimizerConfig" else "ddp", False))
         known = settings(section, latent=latent)
         for field in dataclasses.fields(cls):
@@ -64,13 +69,6 @@ def test_every_upstream_field_is_known_with_its_own_default(generator):
                 continue
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             assert fit(known[field.name], default) == known[field.name].default, f"{cls.__name__}.{field.name}"
-
-
-def test_every_upstream_default_is_legal_in_the_schema_and_own_defaults_too():
-    for section in schema.SECTIONS:
-        for name, setting in settings(section).items():
-            if setting.types != ("activation",):
-                assert fit(setting, setting.default) == setting.default, f"{section}.{name}"
 
 
 def faults_of(section, **values):
@@ -150,17 +148,11 @@ def test_what_cannot_be_is_named_with_what_could(section, name, value, said):
     assert said in faults[0]
 
 
-def test_all_faults_of_a_section_come_together():
+def test_all_faults_of_a_section_come_together_and_say_found_and_expected():
     _, faults = faults_of("model", hiden_size=1, num_layers="x", fp8="x")
     assert len(faults) == 3
-
-
-def test_unknown_section_says_the_nearest():
     with pytest.raises(UnknownName, match="nearest: optimizer"):
         settings("optimiser")
-
-
-def test_fit_says_found_and_expected():
     with pytest.raises(BadValue, match=r"'x': expected one of a, b or null"):
         fit(Setting(types=("choice", "null"), choices=("a", "b")), "x")
 

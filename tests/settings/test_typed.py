@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pickle
-from pathlib import Path
 
 import pytest
 
 from mpbridge.common.errors import UnknownName
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.sections import Train
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.settings.test_schema import generator
 
 
 def test_the_stub_is_what_the_schema_says() -> None:
-    spec = importlib.util.spec_from_file_location("make_typing", ROOT / "scripts" / "generate" / "make_typing.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
-    assert generator.PLACE.read_text(encoding="utf-8") == generator.text(), "run scripts/generate/make_typing.py"
+    made = generator("make_typing")
+    assert made.PLACE.read_text(encoding="utf-8") == made.text(), "run scripts/generate/make_typing.py"
 
 
 def test_a_setting_is_a_key_and_an_attribute() -> None:
@@ -56,6 +49,8 @@ def test_a_misspelled_attribute_raises_with_the_nearest(section: str, name: str,
 
 
 def test_a_misspelled_section_raises_with_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="nearest: mixed_precision"):
+        ConfigContainer(mixed_precison="bf16_mixed")
     for use in (lambda: ConfigContainer().optimiser, lambda: setattr(ConfigContainer(), "optimiser", {})):
         with pytest.raises(UnknownName, match="nearest: optimizer"):
             use()

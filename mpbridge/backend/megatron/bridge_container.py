@@ -25,7 +25,7 @@ from mpbridge.precision.registry import get_mixed_precision_config, key
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.plan import Plan, plan
 from mpbridge.settings.draft import filled
-from mpbridge.settings.read_back import as_mapping
+from mpbridge.settings.schema import as_mapping
 from mpbridge.settings.shape import model_shape
 
 _RECEIPT = "_mpbridge_receipt"

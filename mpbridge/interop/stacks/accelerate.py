@@ -13,35 +13,17 @@ from mpbridge.common.errors import DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import deepspeed
+from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
-from mpbridge.interop.stacks.reading import Reader, raise_faults
-from mpbridge.interop.stacks.sharded_torch import (
-    SPELL,
-    TORCH_SCALER,
-    TORCHAO,
-    commented,
-    environment,
-    fields_of,
-    filter_lines,
-    noted,
-    output_layer,
-    quant_fields,
-    regions_there,
-    scaler_arguments,
-    torch_meaning,
-    torch_scaler,
-)
+from mpbridge.interop.stacks.reading import Reader, imported, raise_faults
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 
 NAME = "accelerate"
 VERSIONS = {"1.15": "1.15.0"}
-DEFAULT_VERSION = "1.15"
 SCALINGS = {"delayed": "TERecipeKwargs", "mxfp8": "TERecipeKwargs", "tensorwise": "AORecipeKwargs"}
 EXPERTS = "only torch.nn.Linear is converted, which can include the router; experts in 3-D parameters stay as they are"
-"""What happens to the experts of a mixture."""
 DELAYED = "most_recent cannot be set: it is accelerate's default, which accelerate drops, and Transformer Engine's default is max; the rest are TE's defaults"
 
 
@@ -51,43 +33,30 @@ def export(request: Request) -> Export:
     theirs = _nearest(policy)
     quant = theirs.regions[-1].quant
     by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
-    lines = output_layer(quant if by_te else None, "accelerate's convert_model")
-    theirs = noted(theirs, lines)
+    lines = native.output_layer(quant if by_te else None, "accelerate's convert_model")
+    theirs = native.noted(theirs, lines)
     more = {"quantization": DELAYED} if quant is not None and quant.row.history else {}
-    code = Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs)))
-    return exported(request, NAME, theirs, [code, *environment([quant] if quant else ())], lines, more)
+    code = Fragment(name="python", text=native.commented(NAME, theirs, _python(policy, theirs)))
+    return exported(request, NAME, theirs, [code, *native.environment([quant] if quant else ())], lines, more)
 
 
 def _nearest(policy: PrecisionPolicy) -> Meaning:
-    quant = policy.quant
-    words = {"tensorwise": TORCHAO["tensorwise"]}
-    if quant is not None and quant.scaling == "mxfp8":
+    quant, settled = policy.quant, policy.settled()
+    words = {"tensorwise": native.TORCHAO["tensorwise"]}
+    if quant is not None:
         words["mxfp8"] = Quant(format="e4m3", scaling="mxfp8", options=quant.options)
-    if quant is not None and quant.scaling == "delayed":
-        words["delayed"] = as_run(quant)
-    regions = regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
-    theirs = torch_meaning(policy, hands_on=True, regions=regions)
-    if _by_ddp(policy):
-        theirs = torch_meaning(policy, autocast=True)
-        theirs = dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
-    if _mode(theirs) != "fp16":
-        return theirs
-    return dataclasses.replace(theirs, loss_scale=torch_scaler(policy.loss_scale, policy))
-
-
-def _by_ddp(policy: PrecisionPolicy) -> bool:
-    """Whether data parallelism is torch's DDP, which is needed for autocast over parameters that are their own main weights: FSDP2 has none."""
-    settled = policy.settled()
+        # TERecipeKwargs drops a value that equals accelerate's own default, and Transformer Engine's applies. The defaults agree (hybrid, 1024, margin 0)
+        # except for the algorithm: most_recent is dropped, and max is used
+        words["delayed"] = dataclasses.replace(quant, stored=False, amax_algo="max", attention="none")
+    regions = native.regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
+    theirs = native.torch_meaning(policy, hands_on=True, regions=regions)
     own = settled.params is DType.FP32 or settled.main_params is settled.params
-    return settled.autocast is not None and own and policy.quant is None
-
-
-def as_run(quant: Quant) -> Quant:
-    """Delayed scaling as TERecipeKwargs passes it on: a value equal to accelerate's own default is dropped, and Transformer Engine's applies.
-
-    The defaults agree (hybrid, 1024, margin 0) except for the algorithm: most_recent is dropped, and max is used.
-    """
-    return dataclasses.replace(quant, stored=False, amax_algo="max", attention="none")
+    if settled.autocast is not None and own and quant is None:
+        # autocast over parameters that are their own main weights needs torch's DDP: FSDP2 has none
+        theirs = native.torch_meaning(policy, autocast=True)
+        theirs = dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
+    scale = native.torch_scaler(policy.loss_scale, policy) if _mode(theirs) == "fp16" else None
+    return dataclasses.replace(theirs, loss_scale=scale)
 
 
 def _mode(theirs: Meaning) -> str:
@@ -102,12 +71,12 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
     quant, scale, sharded = theirs.regions[-1].quant, theirs.loss_scale, theirs.sharded != "nothing"
     used = () if quant is None else (SCALINGS[quant.scaling],)
     handlers = [] if quant is None else [_handler(quant)]
-    handlers += [] if scale is None else [f"GradScalerKwargs({scaler_arguments(scale)})"]
+    handlers += [] if scale is None else [f"GradScalerKwargs({native.scaler_arguments(scale)})"]
     ao = used == ("AORecipeKwargs",)
     plugin = [
         "plugin = FullyShardedDataParallelPlugin(", "    fsdp_version=2,", "    mixed_precision_policy=MixedPrecisionPolicy(",
-        f"        param_dtype=torch.{SPELL[theirs.compute]}, reduce_dtype=torch.{SPELL[theirs.wire]},"
-        f" output_dtype=torch.{SPELL[theirs.output or theirs.compute]},", "    ),", ")",
+        f"        param_dtype=torch.{theirs.compute.value}, reduce_dtype=torch.{theirs.wire.value},"
+        f" output_dtype=torch.{(theirs.output or theirs.compute).value},", "    ),", ")",
     ]  # fmt: skip
     arguments = [f'mixed_precision="{_mode(theirs)}"', *(["fsdp_plugin=plugin"] if sharded else ())]
     arguments += [f"kwargs_handlers=[{', '.join(handlers)}]"] if handlers else []
@@ -116,8 +85,8 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
         *(["from torch.distributed.fsdp import MixedPrecisionPolicy"] if sharded else ()),
         *(f"from accelerate.utils import {name}" for name in used), *(["from torchao.float8 import Float8LinearConfig"] if ao else ()),
         *(["from accelerate.utils import GradScalerKwargs"] if scale is not None else ()), "",
-        *(filter_lines(policy, "model.config.num_hidden_layers") if ao else ()),
-        f"model.to(torch.{SPELL[theirs.storage]})", *(plugin if sharded else ()), f"accelerator = Accelerator({', '.join(arguments)})",
+        *(native.filter_lines(policy, "model.config.num_hidden_layers") if ao else ()),
+        f"model.to(torch.{theirs.storage.value})", *(plugin if sharded else ()), f"accelerator = Accelerator({', '.join(arguments)})",
     ])  # fmt: skip
 
 
@@ -127,12 +96,10 @@ def _handler(quant: Quant) -> str:
         return f"AORecipeKwargs(config={config}, module_filter_func=quantized)"
     if quant.scaling == "mxfp8":
         return 'TERecipeKwargs(fp8_format="E4M3", use_mxfp8_block_scaling=True)'
-    margin = f", margin={quant.margin}" if quant.margin else ""
-    margin += "" if quant.wgrad else ", override_linear_precision=(False, False, True)"
-    return (
-        f'TERecipeKwargs(fp8_format="{quant.format.upper()}", amax_history_len={quant.amax_history},'
-        f' amax_compute_algo="{quant.amax_algo}"{margin})'
-    )
+    words = [f'fp8_format="{quant.format.upper()}"', f"amax_history_len={quant.amax_history}"]
+    words += [f'amax_compute_algo="{quant.amax_algo}"', *([f"margin={quant.margin}"] if quant.margin else ())]
+    words += [] if quant.wgrad else ["override_linear_precision=(False, False, True)"]
+    return f"TERecipeKwargs({', '.join(words)})"
 
 
 WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
@@ -164,9 +131,8 @@ def read_data(data: Any, *, version: str) -> Imported:
         read.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(WORDS)}")
     raise_faults(read.faults, "this accelerate configuration")
     if kind == "MEGATRON_LM":
-        raise DataError(
-            "distributed_type=MEGATRON_LM: Megatron-LM trains, and its own arguments decide: pass those (--from megatron-lm)"
-        )
+        why = "Megatron-LM trains, and its own arguments decide: pass those (--from megatron-lm)"
+        raise DataError(f"distributed_type=MEGATRON_LM: {why}")
     alone, asked = kind in _READS_USE_CPU, read.flag("use_cpu")
     cpu = alone and asked
     near = nearest(kind, _KINDS, most=1)
@@ -191,10 +157,10 @@ def read_data(data: Any, *, version: str) -> Imported:
     if kind == "DEEPSPEED":
         meaning, fields = _deepspeed(read, word)
         meaning = with_quant(meaning, quant)
-        fields = {**fields, **quant_fields(meaning.regions)}
+        fields = {**fields, **native.quant_fields(meaning.regions)}
     else:
         meaning = with_quant(_meaning(read, word, kind), quant)
-        fields = fields_of(meaning, read)
+        fields = native.fields_of(meaning, read)
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     return imported(read, NAME, version, meaning, fields, engine=engine)
 
@@ -209,12 +175,11 @@ def _meaning(read: Reader, word: str, kind: str) -> Meaning:
     read.cannot(text, word == "no" and backend != "NO")
     return updated_itself(
         DType.FP32, base, base if sharded else DType.FP32, autocast=None if word == "no" or second else base,
-        sharded="everything" if sharded and (second or not whole) else "nothing", loss_scale=TORCH_SCALER if word == "fp16" else None,
+        sharded="everything" if sharded and (second or not whole) else "nothing", loss_scale=native.TORCH_SCALER if word == "fp16" else None,
     )  # fmt: skip
 
 
 def _deepspeed(read: Reader, word: str) -> tuple[Meaning, dict[str, Any]]:
-    """DeepSpeed's settings as accelerate fills them in."""
     file, stage = read.at("deepspeed_config.deepspeed_config_file"), read.at("deepspeed_config.zero_stage")
     read.note("undecided", f"{cut(file)} decides: pass that file (--from deepspeed)", file is not None)
     if stage is None:
@@ -246,19 +211,12 @@ def _quantized(read: Reader, cpu: bool) -> Quant | None:
         return None
     # values equal to accelerate's own defaults are dropped before Transformer Engine sees them, and its default algorithm is max
     history, margin = read.number("fp8_config.amax_history_len", 1024), read.number("fp8_config.margin", 0)
-    return Quant(
-        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=int(history), amax_algo="max", margin=int(margin),
-        wgrad=not _overridden(read),
-    )  # fmt: skip
-
-
-def _overridden(read: Reader) -> bool:
-    """Whether weight gradients stay in high precision: the last of override_linear_precision's (fprop, dgrad, wgrad)."""
-    where = "fp8_config.override_linear_precision"
+    where = "fp8_config.override_linear_precision"  # of (fprop, dgrad, wgrad)
     given, taken = read.at(where, [False, False, False]), ([False, False, False], [False, False, True])
     if not isinstance(given, (list, tuple)) or list(given) not in taken:
-        read.faults.append(
-            f"{where}={brief(given)}: expected [false, false, false] or [false, false, true], all that Transformer Engine takes"
-        )
-        return False
-    return bool(given[2])
+        expected = "[false, false, false] or [false, false, true], all that Transformer Engine takes"
+        read.faults.append(f"{where}={brief(given)}: expected {expected}")
+        given = taken[0]
+    return Quant(
+        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=int(history), amax_algo="max", margin=int(margin), wgrad=not given[2]
+    )  # fmt: skip

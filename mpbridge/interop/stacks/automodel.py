@@ -12,36 +12,21 @@ from typing import Any
 from mpbridge.common.errors import brief, cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
-from mpbridge.interop.stacks.reading import Reader
-from mpbridge.interop.stacks.sharded_torch import (
-    BY_TORCHAO,
-    SPELL,
-    TORCHAO,
-    environment,
-    fields_of,
-    left_out,
-    output_layer,
-    regions_there,
-    torch_meaning,
-)
+from mpbridge.interop.stacks.reading import Reader, imported
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 
 NAME = "automodel"
 VERSIONS = {"main": "36044ad3"}
-DEFAULT_VERSION = "main"
 TE_FP8 = {
-    "block": Quant(format="e4m3", scaling="blockwise"),
-    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
-    "current": Quant(format="hybrid", scaling="tensorwise"),
-}
+    "block": Quant(format="e4m3", scaling="blockwise"), "mxfp8": Quant(format="e4m3", scaling="mxfp8"), "current": Quant(format="hybrid", scaling="tensorwise"),
+}  # fmt: skip
 """Value of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its defaults; every linear is converted, including the output layer."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 EXPERTS = "neither te_fp8 with model.backend.linear nor fp8 covers them; model.backend.experts decides their GEMMs"
-"""What happens to the experts of a mixture."""
 
 
 def export(request: Request) -> Export:
@@ -49,19 +34,15 @@ def export(request: Request) -> Export:
     import yaml
 
     policy = request.policy
-    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}  # fp8.recipe_name
+    by_torchao = {quant.scaling: quant for quant in native.TORCHAO.values()}  # fp8.recipe_name
     by_te = {quant.scaling: quant for quant in TE_FP8.values() if quant.scaling not in by_torchao}
-    theirs = torch_meaning(policy, fused_adam=True, hands_on=True, regions=regions_there(policy, by_te | by_torchao))
+    regions = native.regions_there(policy, by_te | by_torchao)
+    theirs = native.torch_meaning(policy, fused_adam=True, hands_on=True, regions=regions)
     if request.main_weights == "wrapper":  # which keeps whole FP32 weights itself
-        settled = policy.settled()
-        main = DType.FP32 if settled.mixed else None
-        theirs = Meaning(
-            storage=settled.params, compute=settled.compute, main=main, wire=settled.reduce, accumulator=settled.reduce, regions=theirs.regions
-        )  # fmt: skip
-    quant = theirs.regions[-1].quant
+        whole, main = policy.settled(), DType.FP32 if policy.settled().mixed else None
+        theirs = Meaning(storage=whole.params, compute=whole.compute, main=main, wire=whole.reduce, accumulator=whole.reduce, regions=regions)  # fmt: skip
+    quant, left, more = theirs.regions[-1].quant, list[str](), dict[str, str]()
     theirs = dataclasses.replace(theirs, router=policy.router)
-    left: list[str] = []
-    more = {}
     if quant is not None and quant.scaling in by_torchao:
         ends, left = _left_out(policy, request)
         theirs = dataclasses.replace(theirs, regions=(*ends, Region(quant=quant)))
@@ -71,12 +52,12 @@ def export(request: Request) -> Export:
         theirs = dataclasses.replace(theirs, regions=(Region(quant=quant),))
     sections = _sections(request, theirs, left)
     theirs = dataclasses.replace(read_data(sections, version=request.version).meaning, regions=theirs.regions)
-    lines = [*output_layer(quant if quant is not None and quant.scaling in by_te else None, "te_fp8")]
+    lines = [*native.output_layer(quant if quant is not None and quant.scaling in by_te else None, "te_fp8")]
     if theirs.router is not None:
         text = "model.backend.gate_precision is read by AutoModel's own implementations of models, not by those of transformers"
         lines.append(Line(fidelity="exact", fact="router", text=text))
     piece = Fragment(name="recipe.yaml", text=yaml.safe_dump(sections, sort_keys=False).rstrip())
-    return exported(request, NAME, theirs, [piece, *environment([quant] if quant else ())], lines, more)
+    return exported(request, NAME, theirs, [piece, *native.environment([quant] if quant else ())], lines, more)
 
 
 def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, ...], list[str]]:
@@ -91,24 +72,20 @@ def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, 
 
 
 def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, Any]:
-    storage = {"torch_dtype": SPELL[theirs.storage]}
+    storage = {"torch_dtype": theirs.storage.value}
     sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(request, theirs)}
     if request.main_weights == "wrapper":
-        reduces = theirs.wire is DType.FP32
-        sections["distributed"] = {
-            "strategy": "megatron_fsdp",
-            "grad_reduce_in_fp32": reduces,
-            "preserve_fp32_weights": True,
-        }
+        held = {"grad_reduce_in_fp32": theirs.wire is DType.FP32, "preserve_fp32_weights": True}
+        sections["distributed"] = {"strategy": "megatron_fsdp", **held}
     else:  # all four keys are written: a policy that names some of them replaces the whole default
         policy = {
-            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": SPELL[theirs.compute], "reduce_dtype": SPELL[theirs.wire],
-            "output_dtype": SPELL[theirs.output or theirs.compute], "cast_forward_inputs": True,
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": theirs.compute.value, "reduce_dtype": theirs.wire.value,
+            "output_dtype": (theirs.output or theirs.compute).value, "cast_forward_inputs": True,
         }  # fmt: skip
         sections["distributed"] = {"strategy": "fsdp2", "mp_policy": policy}
     quant = theirs.regions[-1].quant
     if quant is not None and left:
-        sections["fp8"] = {"enabled": True, "recipe_name": BY_TORCHAO[quant.scaling][0], "filter_fqns": left}
+        sections["fp8"] = {"enabled": True, "recipe_name": native.BY_TORCHAO[quant.scaling][0], "filter_fqns": left}
     elif quant is not None:
         word = next(word for word, one in TE_FP8.items() if one.scaling == quant.scaling)
         sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": word}}
@@ -142,16 +119,20 @@ def read_data(data: Any, *, version: str) -> Imported:
     storage, quant, gate = _storage(read), _quant(read), read.dtype("model.backend.gate_precision")
     _backend(read)
     ends = None if quant is None else _ends(read)
-    meaning = with_quant(_with_optimizer(read, _MEANINGS.get(strategy, _ddp)(read, storage)), quant, ends)
+    described = strategy if strategy in _MEANINGS else "ddp"
+    ignored = described in ("megatron_fsdp", "ddp") and read.at("distributed.mp_policy") is not None
+    read.note("contradicts", f"distributed.mp_policy under strategy {described}: AutoModel raises ValueError", ignored)
+    meaning = _MEANINGS[strategy](read, storage) if strategy in _MEANINGS else updated_itself(storage)
+    meaning = with_quant(_with_optimizer(read, meaning), quant, ends)
     cast = read.dtype("distributed.autocast_dtype")
     wrapped = cast if "dllm" in data else None  # recipes/dllm wraps the forward pass in it
     meaning = dataclasses.replace(meaning, router=gate, autocast=wrapped)
     read.note_rows(
-        ("contradicts", strategy not in _MEANINGS, f"distributed.strategy={strategy}: AutoModel has fsdp2, megatron_fsdp, ddp; described as ddp"),
+        ("contradicts", described != strategy, f"distributed.strategy={strategy}: AutoModel has fsdp2, megatron_fsdp, ddp; described as ddp"),
         ("inert", cast is not None and wrapped is None, "distributed.autocast_dtype: no recipe of an autoregressive language model reads it"),
         ("cannot_express", "peft" in data, "peft: only adapters are trained"),
     )  # fmt: skip
-    fields = fields_of(meaning, read)
+    fields = native.fields_of(meaning, read)
     if fields and gate is not None:
         fields["moe_router_dtype"] = gate.short
     return imported(
@@ -181,8 +162,8 @@ def _backend(read: Reader) -> None:
 
 def _storage(read: Reader) -> DType:
     found = read.at("model.torch_dtype", read.at("model.dtype", read.at("model.config.torch_dtype")))
-    if found in (None, "auto"):
-        read.note("assumed", "model.torch_dtype comes from the checkpoint: assumed to be bfloat16")
+    text = "model.torch_dtype comes from the checkpoint: assumed to be bfloat16"
+    read.note("assumed", text, found in (None, "auto"))
     if found in (None, "auto") or not isinstance(found, str):
         return DType.BF16  # its dtype_from_str reads any value that is not a string as bfloat16
     words = {"bf16": DType.BF16, "bfloat16": DType.BF16, "float32": DType.FP32, "half": DType.FP16, "float16": DType.FP16}  # fmt: skip
@@ -211,17 +192,11 @@ def _fsdp2(read: Reader, storage: DType) -> Meaning:
 
 
 def _megatron_fsdp(read: Reader, storage: DType) -> Meaning:
-    _no_policy(read, "megatron_fsdp")
     keeps = read.flag("distributed.preserve_fp32_weights")
     reduce = DType.FP32 if read.flag("distributed.grad_reduce_in_fp32") else storage
     state, main = DType.FP32 if keeps else storage, DType.FP32 if keeps and storage is not DType.FP32 else None
     found = updated_itself(storage, wire=reduce, main=main, exp_avg=state, exp_avg_sq=state, sharded="everything")
     return dataclasses.replace(found, accumulator=reduce)
-
-
-def _ddp(read: Reader, storage: DType) -> Meaning:
-    _no_policy(read, "ddp")
-    return updated_itself(storage)
 
 
 def _diffusion(read: Reader, storage: DType) -> Meaning:
@@ -236,16 +211,11 @@ def _diffusion(read: Reader, storage: DType) -> Meaning:
 
 _DIFFUSION = frozenset({"flow_matching", "fsdp"})
 """Sections that only its diffusion recipes read."""
-_MEANINGS = {"fsdp2": _fsdp2, "megatron_fsdp": _megatron_fsdp, "ddp": _ddp, "diffusion": _diffusion}
-
-
-def _no_policy(read: Reader, strategy: str) -> None:
-    given = read.at("distributed.mp_policy") is not None
-    read.note("contradicts", f"distributed.mp_policy under strategy {strategy}: AutoModel raises ValueError", given)
+_MEANINGS = {"fsdp2": _fsdp2, "megatron_fsdp": _megatron_fsdp, "diffusion": _diffusion}
+"""Strategy -> what reads it; for any other than ddp it is described as that."""
 
 
 def _optimizer(read: Reader) -> str:
-    """Its class or name; '' where none is said."""
     return str(read.at("optimizer._target_") or read.at("optimizer.name") or "")
 
 
@@ -266,17 +236,15 @@ def _ends(read: Reader) -> tuple[int, int] | None:
     if read.at("model.backend.te_fp8") is not None:
         read.cannot("model.backend.te_fp8: the output layer is quantized too; here it never is")
         return None
-    return left_out(read.at("fp8.filter_fqns"), "fp8.filter_fqns", read)
+    return native.left_out(read.at("fp8.filter_fqns"), "fp8.filter_fqns", read)
 
 
 def _quant(read: Reader) -> Quant | None:
     recipe = read.at("model.backend.te_fp8.recipe", "current" if read.at("model.backend.te_fp8") is not None else None)
     if recipe is not None:
-        found = TE_FP8.get(str(recipe))
-        read.cannot(
-            f"model.backend.te_fp8.recipe={brief(recipe)}: a recipe object of Transformer Engine", found is None
-        )
-        return found
+        text = f"model.backend.te_fp8.recipe={brief(recipe)}: a recipe object of Transformer Engine"
+        read.cannot(text, str(recipe) not in TE_FP8)
+        return TE_FP8.get(str(recipe))
     if not read.flag("fp8.enabled"):
         read.note("inert", "fp8 without enabled: true", read.section("fp8"))
         return None
@@ -285,9 +253,9 @@ def _quant(read: Reader) -> Quant | None:
     if name in ("rowwise", "rowwise_with_gw_hp"):
         for key in ignored:
             read.note("inert", f"fp8.{key}: ignored with recipe_name {name}", read.flag(f"fp8.{key}"))
-        return TORCHAO[str(name)]
-    known = f"fp8.recipe_name={name}: torchao has {', '.join([*TORCHAO][:-1])} and {[*TORCHAO][-1]}; described as tensorwise"
+        return native.TORCHAO[str(name)]
+    known = f"fp8.recipe_name={name}: torchao has {', '.join([*native.TORCHAO][:-1])} and {[*native.TORCHAO][-1]}; described as tensorwise"
     read.cannot(known, name not in (None, "tensorwise"))
     gathers = read.flag("fp8.enable_fsdp_float8_all_gather")
     read.cannot("fp8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage", gathers)
-    return TORCHAO["tensorwise"]
+    return native.TORCHAO["tensorwise"]

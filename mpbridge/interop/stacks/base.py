@@ -12,17 +12,8 @@ from mpbridge.common.errors import cut
 from mpbridge.common.facts import ADAMS
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, MainWeights, engine_names, traits
-from mpbridge.interop.stacks.meaning import (
-    LAYOUT,
-    OPEN,
-    STATED,
-    Meaning,
-    arithmetic_regions,
-    differences,
-    of_policy,
-    stored,
-)
-from mpbridge.interop.stacks.optimizers import ADAM, MOMENTS, NOT_SAID, Trained, optimizer_named
+from mpbridge.interop.stacks.meaning import LAYOUT, OPEN, STATED, Meaning, arithmetic_of, differences, of_policy, stored
+from mpbridge.interop.stacks.optimizers import MOMENTS, NOT_SAID, Trained, optimizer_named
 from mpbridge.interop.stacks.reasons import cost, reasons
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.schema import records
@@ -31,8 +22,7 @@ from mpbridge.precision.regions import Region
 from mpbridge.precision.wording import quant_text, region_rule, region_text
 
 Fidelity = Literal["exact", "layout", "different", "impossible"]
-"""exact: the same facts; layout: the same arithmetic with tensors kept elsewhere or in another dtype; different: a step computes something
-else; impossible: the stack cannot express it."""
+"""exact: the same facts; layout: the same arithmetic, tensors kept elsewhere or in another dtype; different: a step computes something else; or impossible."""
 ORDER: tuple[Fidelity, ...] = ("exact", "layout", "different", "impossible")
 
 
@@ -54,7 +44,6 @@ class Fragment:
     """One file or fragment to paste."""
 
     name: str
-    """A file name, or the kind of fragment ('arguments')."""
     text: str
 
 
@@ -67,7 +56,6 @@ class Request:
     policy: PrecisionPolicy
     engine: str
     version: str
-    """Of the stack."""
     run: Any = None
     """settings.container.Run whose settings are exported; None: the recipe alone."""
     unnamed: tuple[Region, ...] = ()
@@ -84,9 +72,8 @@ class Request:
         apart = self.run is not None and self.main_weights == "megatron_core"
         whole = apart and not (self.run.facts.optimizer.distributed or self.optimizer == "dist_muon")
         meaning = of_policy(self.policy, engine=self.engine, sharded="nothing" if whole else None)
-        return dataclasses.replace(
-            meaning, optimizer=optimizer_named(self.optimizer, momentum=bool(self.updates.get("sgd_momentum")))
-        )
+        optimizer = optimizer_named(self.optimizer, momentum=bool(self.updates.get("sgd_momentum")))
+        return dataclasses.replace(meaning, optimizer=optimizer)
 
     @property
     def optimizer(self) -> str:
@@ -108,7 +95,6 @@ class Export:
     version: str
     pieces: tuple[Fragment, ...]
     meaning: Meaning
-    """What the pieces mean there."""
     lines: tuple[Line, ...] = ()
     """Facts that differ, and notes for the reader."""
     assumed: tuple[str, ...] = ()
@@ -149,10 +135,8 @@ class Imported:
     """Settings that are accepted there and have no effect."""
     contradicts: tuple[str, ...] = ()
     cannot_express: tuple[str, ...] = ()
-    """Settings for which mpbridge has no equivalent."""
     unknown: tuple[str, ...] = ()
     other: tuple[str, ...] = ()
-    """Known settings that are not about precision."""
     in_force: tuple[str, ...] = ()
     """'setting=value' of what it does not say and the stack's own default decides."""
     undecided: tuple[str, ...] = ()
@@ -172,19 +156,19 @@ def updated_by(
     name: as its setting has it, or None. where: that setting. momentum: of optimizers that keep none where it is 0 or not said.
     trained: a Megatron's, whose code trains here too.
     """
-    assumed = tuple(line for line in found.assumed if line != NOT_SAID)
     if not name:
-        more = (NOT_SAID,) if found.meaning.optimizer == ADAM else ()
-        return dataclasses.replace(found, assumed=(*assumed, *more))
-    optimizer = optimizer_named(str(name), momentum=momentum not in _NONE)
-    lines = (f"{where}={cut(name)}: {optimizer.note}",) if optimizer.note else ()
-    here = {} if trained is None else trained.here
-    meaning = dataclasses.replace(found.meaning, optimizer=optimizer)
+        return dataclasses.replace(found, assumed=(*found.assumed, NOT_SAID))
+    optimizer, here = (
+        optimizer_named(str(name), momentum=momentum not in _NONE),
+        {} if trained is None else trained.here,
+    )
+    said, meaning = f"{where}={cut(name)}", dataclasses.replace(found.meaning, optimizer=optimizer)
     if here:
-        text = f"{where}={cut(name)}: the run's, not the recipe's: optimizer.optimizer={here['optimizer']} here"
-        text = "; ".join(filter(None, (text, optimizer.note)))
-        return dataclasses.replace(found, meaning=meaning, assumed=(*assumed, text), run=here)
-    return dataclasses.replace(found, meaning=meaning, assumed=assumed, cannot_express=(*found.cannot_express, *lines))
+        text = f"{said}: the run's, not the recipe's: optimizer.optimizer={here['optimizer']} here"
+        text += f"; {optimizer.note}" if optimizer.note else ""
+        return dataclasses.replace(found, meaning=meaning, assumed=(*found.assumed, text), run=here)
+    lines = (f"{said}: {optimizer.note}",) if optimizer.note else ()
+    return dataclasses.replace(found, meaning=meaning, cannot_express=(*found.cannot_express, *lines))
 
 
 def engine_with(main_weights: MainWeights) -> str:
@@ -202,7 +186,7 @@ def compared(
     costs = reasons(stack, theirs) | dict(more)
     # what mpbridge leaves to the model is not a promise that another stack could break
     ignore = [name for name in OPEN if getattr(ours, name) is None]
-    found = list(_regions_lost(ours, theirs, costs))
+    found = [*_regions_lost(ours, theirs, costs)]
     if ours.optimizer.name != theirs.optimizer.name:
         text = f"{ours.optimizer.name} here, {theirs.optimizer.name} there: {costs['optimizer']}"
         found.append(Line(fidelity="impossible", fact="optimizer", text=text))
@@ -225,21 +209,23 @@ def _fidelity(row: str, ours: Meaning, theirs: Meaning) -> Fidelity:
         return "impossible"
     if row == "sharded":  # sharding belongs to the layout, not to the recipe
         return "exact"
-    if row in ("storage", "main") and ours.master is not theirs.master:
-        return "different"
-    return "layout" if row in LAYOUT else "different"
+    updated = row in ("storage", "main") and ours.master is not theirs.master
+    return "layout" if row in LAYOUT and not updated else "different"
 
 
 def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> Iterator[Line]:
     """Rules by module, edge layers and the quantization of all other linears, as far as they differ there."""
-    mine, there = arithmetic_regions(ours.regions), arithmetic_regions(theirs.regions)
+    mine, there = arithmetic_of(ours.regions), arithmetic_of(theirs.regions)
     base, other = mine[-1], there[-1]
     for region in mine[:-1]:
         # without quantization there is nothing that layers at the ends could be left out of
         if region in there or (region.ends and not any(one.rules.distinct for one in there)):
             continue
         fact, kind = ("edge layers", "different") if region.ends else ("modules", "impossible")
-        text = f"{region_text(region)}: {region_rule(region)} here, {_instead(region, there)} there"
+        # what its linears get there: the rule of a narrower edge region, or of all linears
+        ends = [one for one in there[:-1] if region.ends and one.ends]
+        narrower = f"only {region_text(ends[0])}" if ends else region_rule(other)
+        text = f"{region_text(region)}: {region_rule(region)} here, {narrower} there"
         yield Line(fidelity=kind, fact=fact, text=text + (f": {costs[fact]}" if fact in costs else ""))  # type: ignore[arg-type]
     if base.rules != other.rules:
         nearest, price = costs.get("quantization", ""), cost("quantization", ours, theirs)
@@ -254,9 +240,3 @@ def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> I
     if other.rules.distinct and stored(ours.regions) != stored(theirs.regions):
         text = f"{stored(ours.regions)} here, {stored(theirs.regions)} there ({cost('stored', ours, theirs)})"
         yield Line(fidelity="layout", fact="stored", text=text)
-
-
-def _instead(region: Region, there: tuple[Region, ...]) -> str:
-    """The rule for the linears of a lost region: that of a narrower edge region, or of all linears."""
-    edges = [one for one in there[:-1] if region.ends and one.ends]
-    return "only " + region_text(edges[0]) if edges else region_rule(there[-1])

@@ -26,23 +26,17 @@ def read_arguments(path: Path) -> Mapping[str, Any]:
     path: `common.pt` of a distributed checkpoint, its `.metadata` where it has no such file, or `model_optim_rng.pt`. Raises DataError.
     """
     try:
-        if path.name == METADATA:
-            found = _beside(path)
-        else:
-            with regular(path) as file:
-                found = _unpickled(file)
+        with regular(path) as file:
+            found = _beside(path, file) if path.name == METADATA else _unpickled(file)
+        args = found.get("args") if isinstance(found, dict) else None
+        state = args.state if isinstance(args, UnpickledCall) else None
+        if not isinstance(state, dict):
+            raise DataError(f"{path} has no 'args': expected Megatron-LM's common.pt, .metadata or model_optim_rng.pt")
+        return _plain(state)
     except (DataError, CheckpointError) as error:
         raise DataError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except Exception as error:
         raise DataError(f"{path}: not a readable checkpoint: {type(error).__name__}: {error}") from None
-    args = found.get("args") if isinstance(found, dict) else None
-    state = args.state if isinstance(args, UnpickledCall) else None
-    if not isinstance(state, dict):
-        raise DataError(f"{path} has no 'args': expected Megatron-LM's common.pt, .metadata or model_optim_rng.pt")
-    try:
-        return _plain(state)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 def arguments_file(folder: Path) -> Path:
@@ -65,16 +59,14 @@ def arguments_file(folder: Path) -> Path:
         if file.is_file():
             return file
     found = ", ".join(sorted(one.name for one in inside.iterdir())[:6]) or "nothing"
-    raise DataError(
-        f"{inside}: not a Megatron-LM or Bridge checkpoint: expected latest_checkpointed_iteration.txt, common.pt, .metadata, run_config.yaml"
-        f" or mp_rank_*/model_optim_rng.pt, found {found}"
-    )
+    files = "common.pt, .metadata, run_config.yaml or mp_rank_*/model_optim_rng.pt"
+    expected = f"latest_checkpointed_iteration.txt, {files}"
+    raise DataError(f"{inside}: not a Megatron-LM or Bridge checkpoint: expected {expected}, found {found}")
 
 
-def _beside(metadata: Path) -> Any:
+def _beside(metadata: Path, file: IO[bytes]) -> Any:
     """What the file that holds the arguments, or everything that no rank shards, says of them: {'args': ...}. Found by torch's table."""
-    with regular(metadata) as file:
-        table, _ = _read(file.read(_TABLE.size), _TABLE)
+    table, _ = _read(file.read(_TABLE.size), _TABLE)
     stored = _state(table, "storage_data")
     places = {_state(index, "fqn"): info for index, info in stored.items()} if isinstance(stored, dict) else {}
     key = next((key for key in (*COMMON_OBJECTS, _ARGS) if key in places), None)
@@ -85,9 +77,9 @@ def _beside(metadata: Path) -> Any:
         raise DataError(f"names no file beside it that holds the object {key}")
     if type(start) is not int or start < 0 or type(size) is not int or not 0 < size <= _LIMIT.size:
         raise DataError(f"gives the object {key} no place in {name}, or more than {_LIMIT.size} bytes of it")
-    with regular(metadata.parent / name) as file:
-        file.seek(start)
-        found = _unpickled(io.BytesIO(file.read(size)))
+    with regular(metadata.parent / name) as beside:
+        beside.seek(start)
+        found = _unpickled(io.BytesIO(beside.read(size)))
     if key == _ARGS:
         return {"args": found}
     return found[0] if isinstance(found, list) and found else found  # a list of the shards that a rank holds
@@ -108,9 +100,8 @@ def _unpickled(file: IO[bytes]) -> Any:
 
 
 def _read(data: bytes, limit: Limit, start: int = 0) -> tuple[Any, int]:
-    return read(
-        data, any_call, lambda key: UnpickledCall(Name("torch", "storage"), ()), start, budget=Budget(limit.steps)
-    )
+    storage = UnpickledCall(Name("torch", "storage"), ())
+    return read(data, any_call, lambda key: storage, start, budget=Budget(limit.steps))
 
 
 def _pickle_in(file: IO[bytes]) -> IO[bytes]:
@@ -140,18 +131,15 @@ def _plain(state: Mapping[Any, Any]) -> dict[str, Any]:
         left -= 1
         if left < 0 or depth > 50:
             raise DataError(f"its arguments have more than {_VALUES} values, or are nested too deeply")
-        if isinstance(value, Name):
-            return _short(value)
-        if isinstance(value, UnpickledCall):
+        if isinstance(value, UnpickledCall):  # of an enum: its value
             first = value.args[0] if len(value.args) == 1 else None
-            named = value.name.module != "torch" and isinstance(first, (str, int, float))
-            return first if named else _short(value.name)
+            if value.name.module != "torch" and isinstance(first, (str, int, float)):
+                return first
+            value = value.name
+        if isinstance(value, Name):
+            return f"{cut(value.module)}.{cut(value.name)}"
         if isinstance(value, (list, tuple)):
             return [plain(item, depth + 1) for item in value]
         return value if isinstance(value, (type(None), bool, int, float, str)) else str(type(value).__name__)
 
     return {name: plain(value) for name, value in state.items() if isinstance(name, str)}
-
-
-def _short(name: Name) -> str:
-    return f"{cut(name.module)}.{cut(name.name)}"

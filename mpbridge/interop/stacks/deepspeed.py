@@ -8,24 +8,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fidelity, Fragment, Imported, Line, Request, exported
-from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import Meaning, Sharded
-from mpbridge.interop.stacks.reading import Reader, base_field
+from mpbridge.interop.stacks.reading import Reader, base_field, imported, known
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, scale_fields
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 
 NAME = "deepspeed"
 VERSIONS = {"0.19": "0.19.8"}
-DEFAULT_VERSION = "0.19"
-OVERFLOW = (
-    "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"
-)
+OVERFLOW = "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"  # fmt: skip
 """The default reaction to overflowing gradients (mpbridge's is training.checkpointer.Nonfinite)."""
 
 
@@ -68,17 +63,12 @@ def _config(policy: PrecisionPolicy) -> dict[str, Any]:
 def _fp16(scale: LossScale | None) -> dict[str, Any]:
     """Its section, whose initial scale is a power of two, and whose window and minimum are whole and above 0."""
     found: dict[str, Any] = {"enabled": True}
-    if scale is None:
-        return found
-    if scale.static is not None:
-        return found | {"loss_scale": scale.static}
+    if scale is None or scale.static is not None:
+        return found if scale is None else found | {"loss_scale": scale.static}
     return found | {
-        "loss_scale": 0,
-        "initial_scale_power": round(math.log2(scale.initial)),
-        "loss_scale_window": max(1, round(scale.window)),
-        "hysteresis": scale.hysteresis,
-        "min_loss_scale": max(1, round(scale.minimum)),
-    }
+        "loss_scale": 0, "initial_scale_power": round(math.log2(scale.initial)), "loss_scale_window": max(1, round(scale.window)),
+        "hysteresis": scale.hysteresis, "min_loss_scale": max(1, round(scale.minimum)),
+    }  # fmt: skip
 
 
 SHARDED: Mapping[int, Sharded] = {0: "nothing", 1: "optimizer", 2: "gradients", 3: "everything"}
@@ -99,25 +89,6 @@ _SENT = ("fp32", "fp16", "bf16")
 """Values that communication_data_type accepts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """What decides the precision, with the engine's own defaults filled in."""
-
-    bf16: bool
-    base: DType
-    """The model's dtype."""
-    autocast: DType | None
-    stage: int
-    """ZeRO's stage."""
-    wire: DType
-    accumulator: DType
-    own: bool
-    """Whether the 16-bit parameters are their own main weights."""
-    low: bool
-    """Whether moments are BF16."""
-    scale: LossScale | None
-
-
 def read_data(data: Any, *, version: str) -> Imported:
     """The settings' meaning on that version's engine. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     read = Reader.of(data, "a DeepSpeed configuration")
@@ -130,35 +101,39 @@ def read_data(data: Any, *, version: str) -> Imported:
 def meaning_and_fields(read: Reader) -> tuple[Meaning, dict[str, Any]]:
     """What its sections mean, and as which fields; also where they stand in another stack's file."""
     read.whole |= _REMOVED & read.data.keys()
-    said = _settings(read)
-    _notes(read, said)
-    meaning = _meaning(said)
-    return meaning, _fields(said, meaning)
-
-
-def _settings(read: Reader) -> _Settings:
     bf16, fp16 = read.flag("bf16.enabled") or read.flag("bfloat16.enabled"), read.flag("fp16.enabled")
     base = DType.BF16 if bf16 else DType.FP16 if fp16 else DType.FP32
     autocast = read.dtype("torch_autocast.dtype", DType.BF16) if read.flag("torch_autocast.enabled") else None
     stage = read.number("zero_optimization.stage", 0)
     if stage not in SHARDED:
         read.faults.append(f"zero_optimization.stage={stage:g}: expected 0, 1, 2 or 3")
-    word = str(read.at("communication_data_type", "")).lower()
-    wire = read.dtype("communication_data_type", base) or base
     read.note("contradicts", "bf16.enabled and fp16.enabled: DeepSpeed refuses both together", bf16 and fp16)
-    return _Settings(
-        bf16=bf16, base=base, autocast=autocast, stage=int(stage),
-        # the engine's communication_data_type, which it may refuse, and gradient accumulation follow the model's dtype unless they are set
-        wire=wire if word in _SENT or wire.short in _SENT else base, accumulator=read.dtype("data_types.grad_accum_dtype", base) or base,
-        own=read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False, low=read.flag("bf16.bf16_optimizer_states"),
+    # the engine's communication_data_type, which it may refuse, and gradient accumulation follow the model's dtype unless they are set
+    word, sent = (
+        str(read.at("communication_data_type", "")).lower(),
+        read.dtype("communication_data_type", base) or base,
+    )
+    wire = sent if word in _SENT or sent.short in _SENT else base
+    accumulator = read.dtype("data_types.grad_accum_dtype", base) or base
+    # whether the 16-bit parameters are their own main weights
+    own = read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False
+    moments, wide = DType.BF16 if read.flag("bf16.bf16_optimizer_states") else DType.FP32, base is DType.FP32
+    meaning = Meaning(
+        storage=base, compute=autocast or base, autocast=autocast, wire=autocast or wire, accumulator=accumulator,
+        # ZeRO updates a copy of every parameter, even of FP32 ones (zero/stage_1_and_2.py, stage3.py: clone)
+        main=None if own or (wide and stage < 1) else DType.FP32, optimizer_reads=None if own or wide or accumulator is DType.FP32 else DType.FP32,
+        exp_avg=moments, exp_avg_sq=moments, sharded=SHARDED.get(int(stage), "everything"),
         # torch_autocast uses torch's scaler regardless of the fp16 section
-        scale=TORCH_SCALER if autocast is DType.FP16 else scale_of(read, "fp16.") if fp16 else None,
+        loss_scale=TORCH_SCALER if autocast is DType.FP16 else scale_of(read, "fp16.") if fp16 else None,
     )  # fmt: skip
+    _notes(read, meaning, int(stage), wire, own=own)
+    return meaning, _fields(meaning, wire, own=own)
 
 
-def _notes(read: Reader, said: _Settings) -> None:
+def _notes(read: Reader, said: Meaning, stage: int, wire: DType, *, own: bool) -> None:
     """What DeepSpeed refuses or ignores, and what mpbridge has no setting for: autocast's wire by module, and applying a non-finite step."""
-    base, sent, asked = said.base.short, read.at("communication_data_type"), read.dtype("data_types.param_dtype")
+    base, sent, asked = said.storage.short, read.at("communication_data_type"), read.dtype("data_types.param_dtype")
+    bf16, wide, low = said.storage is DType.BF16, said.storage is DType.FP32, said.exp_avg is DType.BF16
     safe, kind = read.at("torch_autocast.lower_precision_safe_modules"), str(read.at("optimizer.type", ""))
     some = ", ".join(map(str, safe)) if isinstance(safe, list) else str(safe)
     refused = (f"{one}.{key}" for one in ("bf16", "fp16") for key in read.section(one) if key not in known(NAME)[one])
@@ -167,61 +142,45 @@ def _notes(read: Reader, said: _Settings) -> None:
         *(("inert", True, f"{key}: unknown at the top level, accepted and ignored") for key in _INERT if key in read.data),
         *(("contradicts", True, f"{key}: DeepSpeed refuses unknown keys there") for key in refused),
         *(("contradicts", True, f"{key}: removed from DeepSpeed, which refuses it{apex if key == 'amp' else ''}") for key in sorted(_REMOVED & read.data.keys())),
-        ("contradicts", asked not in (None, said.base),
+        ("contradicts", asked not in (None, said.storage),
          f"data_types.param_dtype={asked and asked.short} with a model in {base}: DeepSpeed refuses it; described as {base}"),
         ("contradicts", sent is not None and str(sent).lower() not in _SENT,
-         f"communication_data_type={cut(sent)}: DeepSpeed refuses it (it takes {', '.join(_SENT)}); described as {said.wire.short}"),
-        ("contradicts", said.low and not said.own, "bf16_optimizer_states needs bf16_master_weights_and_grads"),
-        ("contradicts", (said.own or said.low) and said.stage < 1, f"{base}_master_weights_and_grads needs ZeRO 1 or higher"),
-        ("contradicts", said.autocast is not None and said.base is not DType.FP32,
+         f"communication_data_type={cut(sent)}: DeepSpeed refuses it (it takes {', '.join(_SENT)}); described as {wire.short}"),
+        ("contradicts", low and not own, "bf16_optimizer_states needs bf16_master_weights_and_grads"),
+        ("contradicts", (own or low) and stage < 1, f"{base}_master_weights_and_grads needs ZeRO 1 or higher"),
+        ("contradicts", said.autocast is not None and not wide,
          f"torch_autocast with {base}.enabled: autocast is meant for FP32 parameters; these are stored in {base}"),
-        ("contradicts", said.accumulator is DType.FP32 and said.base is not DType.FP32 and said.stage == 0,
+        ("contradicts", said.accumulator is DType.FP32 and not wide and stage == 0,
          "data_types.grad_accum_dtype=fp32 without ZeRO: DeepSpeed does not implement it"),
         ("cannot_express", said.autocast is not None and safe is not None,
          f"torch_autocast.lower_precision_safe_modules: only gradients of {cut(some)} are reduced in {said.autocast and said.autocast.short}, the others in FP32"),
         *(("cannot_express", read.flag(f"zero_optimization.{key}"), f"zero_optimization.{key}: {text}") for key, text in _COMPRESSED.items()),
         ("cannot_express", kind.lower().startswith(("onebit", "zeroone")),
          f"optimizer.type={cut(kind)}: after its warm-up, momenta are reduced in 1 bit; the wire shown is that of the warm-up"),
-        ("assumed", said.bf16 and read.at("bf16.check_grad_overflow") is None, f"non-finite gradients: {OVERFLOW}"),
-        ("cannot_express", said.bf16 and not read.flag("bf16.check_grad_overflow", default=True),
+        ("assumed", bf16 and read.at("bf16.check_grad_overflow") is None, f"non-finite gradients: {OVERFLOW}"),
+        ("cannot_express", bf16 and not read.flag("bf16.check_grad_overflow", default=True),
          "bf16.check_grad_overflow=false: a step whose gradients overflow is applied; mpbridge skips it"),
     )  # fmt: skip
 
 
-def _meaning(said: _Settings) -> Meaning:
-    wide, moments = said.base is DType.FP32, DType.BF16 if said.low else DType.FP32
-    converted = not said.own and said.accumulator is not DType.FP32 and not wide
-    return Meaning(
-        storage=said.base, compute=said.autocast or said.base, autocast=said.autocast, wire=said.autocast or said.wire, accumulator=said.accumulator,
-        # ZeRO updates a copy of every parameter, even of FP32 ones (zero/stage_1_and_2.py, stage3.py: clone)
-        main=None if said.own or (wide and said.stage < 1) else DType.FP32, optimizer_reads=DType.FP32 if converted else None,
-        exp_avg=moments, exp_avg_sq=moments, sharded=SHARDED.get(said.stage, "everything"), loss_scale=said.scale,
-    )  # fmt: skip
-
-
-def _fields(said: _Settings, meaning: Meaning) -> dict[str, Any]:
-    """The nearest recipe."""
-    wide = said.wire is DType.FP32
+def _fields(meaning: Meaning, wire: DType, *, own: bool) -> dict[str, Any]:
+    base, wide = meaning.storage, wire is DType.FP32
     fields: dict[str, Any] = {**base_field(meaning.compute), "grad_reduce_in_fp32": wide}
-    if said.base is DType.FP32 and meaning.compute is not DType.FP32:
+    if base is DType.FP32 and meaning.compute is not DType.FP32:
         fields |= {"params_dtype": "fp32", "main_params_dtype": "fp32", "autocast_enabled": True}
         fields["grad_reduce_in_fp32"] = meaning.wire is DType.FP32
-    if said.wire is not said.accumulator and said.autocast is None:
-        fields["grad_accumulation_dtype"] = said.accumulator.short
-    if said.own:
-        fields |= {"main_params_dtype": said.base.short, "grad_reduce_in_fp32": wide}
+    if wire is not meaning.accumulator and meaning.autocast is None:
+        fields["grad_accumulation_dtype"] = meaning.accumulator.short
+    if own:
+        fields |= {"main_params_dtype": base.short, "grad_reduce_in_fp32": wide}
         fields |= {"exp_avg_dtype": meaning.exp_avg.short, "exp_avg_sq_dtype": meaning.exp_avg_sq.short}
-        fields |= {} if wide else {"main_grads_dtype": said.base.short}
-    return fields if said.scale is None else fields | scale_fields(said.scale)
+        fields |= {} if wide else {"main_grads_dtype": base.short}
+    return fields if meaning.loss_scale is None else fields | scale_fields(meaning.loss_scale)
 
 
 def scale_of(read: Reader, under: str = "") -> LossScale:
     """The loss scale of an fp16 section with its keys `under` a path; Lightning's DeepSpeedStrategy has the same keys and defaults."""
-    static = read.number(f"{under}loss_scale", 0)
-    return LossScale(
-        static=float(static) or None,
-        initial=2.0 ** read.number(f"{under}initial_scale_power", 16, largest=127),
-        minimum=read.number(f"{under}min_loss_scale", 1),
-        window=read.number(f"{under}loss_scale_window", 1000),
-        hysteresis=int(read.number(f"{under}hysteresis", 2)),
-    )
+    static, power = read.number(f"{under}loss_scale", 0), read.number(f"{under}initial_scale_power", 16, largest=127)
+    usual = {"min_loss_scale": 1, "loss_scale_window": 1000, "hysteresis": 2}
+    minimum, window, hysteresis = (read.number(f"{under}{name}", value) for name, value in usual.items())
+    return LossScale(static=float(static) or None, initial=2.0**power, minimum=minimum, window=window, hysteresis=int(hysteresis))  # fmt: skip

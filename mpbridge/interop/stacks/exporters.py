@@ -28,7 +28,7 @@ STACKS: tuple[str, ...] = (
 
 
 def stack_module(name: str) -> ModuleType:
-    """The module of a stack: NAME, VERSIONS, DEFAULT_VERSION, export. Raises UnknownName."""
+    """The module of a stack: NAME, VERSIONS (the latest last), export. Raises UnknownName."""
     wanted = name.strip().lower().replace("_", "-")
     if wanted not in STACKS:
         raise UnknownName("stack", name, STACKS)
@@ -36,13 +36,8 @@ def stack_module(name: str) -> ModuleType:
 
 
 def export(
-    recipe: str | Path | MixedPrecisionConfig,
-    stack: str,
-    *,
-    version: str | None = None,
-    engine: str | None = None,
-    run: Any = None,
-) -> Export:
+    recipe: str | Path | MixedPrecisionConfig, stack: str, *, version: str | None = None, engine: str | None = None, run: Any = None
+) -> Export:  # fmt: skip
     """`recipe` in the configuration of `stack`, with a line for each fact that is not preserved.
 
     recipe: a name, a YAML file, or a config. version: of the stack; None: the latest supported one. For an unsupported version the nearest is used,
@@ -52,22 +47,25 @@ def export(
     """
     module = stack_module(stack)
     words, assumed = version_for(module, version, doing="written")
-    stage = None if run is None else _stage(run, recipe)
-    config = stage.config if stage is not None else get_mixed_precision_config(recipe)
-    policy = _with_the_models_own(run, stage.policy.settled()) if stage is not None else resolve(config)
-    name = recipe if isinstance(recipe, str) else str(recipe) if isinstance(recipe, Path) else "this config"
-    own = describe(name).engine if isinstance(recipe, str) else None
+    own = describe(recipe).engine if isinstance(recipe, str) else None
+    others: tuple[Line, ...] = ()
+    if run is None:
+        config, kind = get_mixed_precision_config(recipe), engine or own or DEFAULT
+        policy = resolve(config)
+    else:
+        named = [one for one in run.stages if isinstance(recipe, str) and one.recipe == key(recipe)]
+        stage = (named or run.stages)[0]
+        config, kind = stage.config, run.facts.engine
+        policy, others = _with_the_models_own(run, stage.policy.settled()), _other_stages(run, stage)
     request = Request(
-        name=name, config=config, policy=policy, engine=run.facts.engine if run is not None else engine or own or DEFAULT, version=words,
+        name=str(recipe) if isinstance(recipe, (str, Path)) else "this config", config=config, policy=policy, engine=kind, version=words, run=run,
         # all of its rules by module, if the recipe's evidence says that they are for another model
-        run=run, unnamed=policy.module_regions if model_of(str(recipe)) else unnamed(policy, *any_gpt()),
+        unnamed=policy.module_regions if model_of(str(recipe)) else unnamed(policy, *any_gpt()),
     )  # fmt: skip
     made: Export = module.export(request)
-    others = _other_stages(run, stage)
     experts, dense = _experts(module, request, made)
-    return dataclasses.replace(
-        made, lines=(*others, *experts, *_without_words(policy), *made.lines), assumed=(*made.assumed, *assumed, *dense)
-    )
+    lines = (*others, *experts, *_without_words(policy), *made.lines)
+    return dataclasses.replace(made, lines=lines, assumed=(*made.assumed, *assumed, *dense))
 
 
 def _without_words(policy: PrecisionPolicy) -> tuple[Line, ...]:
@@ -85,18 +83,16 @@ def _experts(module: ModuleType, request: Request, made: Export) -> tuple[tuple[
     What it does with the experts is its module's EXPERTS, or is told by its `experts` of a policy.
     """
     text = getattr(module, "EXPERTS", "")
+    there = text and f"in {made.meaning.compute.short.upper()} there: {text}"
     if made.meaning.regions[-1].quant is None:
         there = ""
     elif hasattr(module, "experts"):
         there = module.experts(request.policy)
-    else:
-        there = text and f"in {made.meaning.compute.short.upper()} there: {text}"
     if there and request.run is None:
         dense = f"a dense model; the experts of a mixture are quantized here, {there} (--config FILE: judged for that model)"
         return (), (dense,)
-    if not there or not request.run.facts.shape.experts:
-        return (), ()
-    return (Line(fidelity="different", fact="experts", text=f"quantized here, {there}"),), ()
+    lost = there and request.run.facts.shape.experts
+    return (Line(fidelity="different", fact="experts", text=f"quantized here, {there}"),) if lost else (), ()
 
 
 def request_of(run: Any) -> Request:
@@ -106,19 +102,12 @@ def request_of(run: Any) -> Request:
     return Request(name=stage.recipe, config=stage.config, policy=policy, engine=run.facts.engine, version="", run=run)
 
 
-def _stage(run: Any, recipe: Any) -> Any:
-    """The run's stage with this recipe; the first if none has that name."""
-    named = [stage for stage in run.stages if isinstance(recipe, str) and stage.recipe == key(recipe)]
-    return (named or run.stages)[0]
-
-
 def _other_stages(run: Any, exported: Any) -> tuple[Line, ...]:
     """A line if a run has recipes other than the exported one: no stack changes its precision during a run."""
-    if run is None or len(run.stages) < 2:
+    if len(run.stages) < 2:
         return ()
-    order = ", then ".join(
-        stage.recipe + (f" until {stage.until}" if stage.until is not None else "") for stage in run.stages
-    )
+    ends = ["" if stage.until is None else f" until {stage.until}" for stage in run.stages]
+    order = ", then ".join(stage.recipe + end for stage, end in zip(run.stages, ends, strict=True))
     text = f"the run uses {order} in turn; only {exported.recipe} is exported: there, each stage is a run of its own, continued from the previous checkpoint"
     return (Line(fidelity="impossible", fact="stages", text=text),)
 
@@ -147,15 +136,15 @@ def version_for(module: ModuleType, asked: str | None, *, doing: str) -> tuple[s
     doing: the verb in the assumption ('read', 'written'). Raises BadValue for an empty version.
     """
     versions: Mapping[str, str] = module.VERSIONS
-    if asked is None:
-        return str(module.DEFAULT_VERSION), ()
-    wanted = asked.strip()
+    latest, wanted = [*versions][-1], None if asked is None else asked.strip()
+    if wanted is None:
+        return latest, ()
     if not wanted:
-        raise BadValue(f"the version of {module.NAME} is empty: give one, or omit it for {module.DEFAULT_VERSION}")
+        raise BadValue(f"the version of {module.NAME} is empty: give one, or omit it for {latest}")
     exact = next((key for key, what in versions.items() if wanted in (key, *re.split(r"[,\s]+", what))), None)
     if exact is not None:
         return exact, ()
-    found = _nearest(wanted, versions) or str(module.DEFAULT_VERSION)
+    found = _nearest(wanted, versions) or latest
     known = ", ".join(f"{key} ({what})" for key, what in versions.items())
     text = f"{module.NAME} {cut(wanted)} is not supported (known: {known}): {doing} as {found}, whose settings may mean something else there"
     return found, (text,)
@@ -163,8 +152,8 @@ def version_for(module: ModuleType, asked: str | None, *, doing: str) -> tuple[s
 
 def _nearest(wanted: str, versions: Mapping[str, str]) -> str | None:
     """The last version up to `wanted`, else the first; None if either has no number."""
-    number, numbers = _number(wanted), {key: _number(key) for key in versions}
-    known = {key: value for key, value in numbers.items() if value is not None}
+    number = _number(wanted)
+    known = {key: value for key in versions if (value := _number(key)) is not None}
     if number is None or not known:
         return None
     before = [key for key, value in known.items() if value <= number[: len(value)]]

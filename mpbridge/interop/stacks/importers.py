@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +15,9 @@ from mpbridge.common.files import text_of as read_bounded
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.interop.stacks.exporters import stack_module, version_for
-from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
-from mpbridge.interop.stacks.recognized import LM, TITLES, Recognized, deepspeed_file, recognize_words
+from mpbridge.interop.stacks.reading import KINDS, PRECISION
+from mpbridge.interop.stacks.recognized import LM, TITLES, Recognized, deepspeed_file, recognize_words, value_of
 from mpbridge.interop.stacks.sharded_torch import has_comment, read_comment
 from mpbridge.precision.yaml_loader import bounded_loader, said
 
@@ -26,12 +25,10 @@ LONGEST = 2000
 """Maximum length of one line about a file, regardless of its contents."""
 MOST_READ = 1_000_000
 """Characters of a configuration: PyYAML reads some 350,000 a second."""
-_LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "in_force", "undecided", "assumed")
+_LINES = (*KINDS, "other", "in_force")
 
 
-def read_file(
-    path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
-) -> Imported:
+def read_file(path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}) -> Imported:  # fmt: skip
     """The meaning of a stack's file; in a Python file, of the function named after a colon ('config_registry.py:llama3_8b').
 
     stack: None: recognized from its contents. Raises DataError or BadValue naming the file.
@@ -42,9 +39,8 @@ def read_file(
     if str(path).startswith("hf:") or path.is_dir():
         path = _inside(path)
     if not path.is_file():
-        raise DataError(
-            f"{path}: no such file, expected a stack's configuration, launch script or training script (--args takes arguments)"
-        )
+        expected = "a stack's configuration, launch script or training script (--args takes arguments)"
+        raise DataError(f"{path}: no such file, expected {expected}")
     if path.suffix in (".pt", ".ckpt", ".pth") or path.name == METADATA:
         made = _importer(LM).read_values(read_arguments(path), version=_version(LM, version))
         return _finished(made, version, env)
@@ -62,9 +58,8 @@ def _inside(path: Path) -> Path:
     except (DataError, OSError):
         if folder == path and not (path / "config.json").is_file():
             raise
-    raise DataError(
-        f"{path}: a model in Hugging Face's format, expected a stack's configuration, script or checkpoint (mpbridge check --config hf:{folder} reads such a model)"
-    )
+    expected = f"a stack's configuration, script or checkpoint (mpbridge check --config hf:{folder} reads such a model)"
+    raise DataError(f"{path}: a model in Hugging Face's format, expected {expected}")
 
 
 def text_of(path: Path) -> str:
@@ -97,35 +92,29 @@ def read_python(
     return _finished(found, version, env)
 
 
-def _of_function(
-    text: str, path: Path | None, name: str, function: str, stack: str | None, version: str | None
-) -> Imported:
+def _of_function(text: str, path: Path | None, name: str, function: str, stack: str | None, version: str | None) -> Imported:  # fmt: skip
     from mpbridge.interop.stacks.python_text import Reading
     from mpbridge.interop.stacks.python_values import Module
 
     stack = stack or next((found for mark, found in _PYTHON if mark in text), None)
     functions = [found for _, found in _PYTHON]
     if stack not in functions:
-        raise DataError(
-            f"{name}: a Python script{f' of {stack}' if stack else ''} would have to be executed: pass its configuration file or its arguments (--args)."
-            f" Of Python, functions of {' and '.join(functions)} are read as text, and what `mpbridge export` wrote, by its comment"
-        )
+        whose = f"a Python script{f' of {stack}' if stack else ''}"
+        cure = "pass its configuration file or its arguments (--args)"
+        read = f"functions of {' and '.join(functions)} are read as text, and what `mpbridge export` wrote"
+        raise DataError(f"{name}: {whose} would have to be executed: {cure}. Of Python, {read}, by its comment")
     module, source = stack_module(stack), Module(text, path, name)
-    reading = Reading(opaque=module.OPAQUE)
-    if not function:
-        public = [one for one in source.functions if not one.startswith("_")]
-        if len(public) != 1:
-            some = ", ".join(public[:4])
-            raise DataError(f"{name} has {len(public)} functions: name one, {name}:FUNCTION ({some}, ...)")
-        function = public[0]
+    reading, public = Reading(opaque=module.OPAQUE), [one for one in source.functions if not one.startswith("_")]
+    if not function and len(public) != 1:
+        some = ", ".join(public[:4])
+        raise DataError(f"{name} has {len(public)} functions: name one, {name}:FUNCTION ({some}, ...)")
+    function = function or public[0]
     made = reading.function(source, function)
     found: Imported = module.read_made(made, reading.notes, name=function, version=_version(stack, version))
     return found
 
 
-def read_args(
-    text: str, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
-) -> Imported:
+def read_args(text: str, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}) -> Imported:  # fmt: skip
     """The meaning of command-line arguments, with the command before them or without. env: values of variables in them.
 
     stack: None: recognized by the program and by the options' names; Megatron-LM is assumed, which `assumed` reports, where they leave it open.
@@ -134,13 +123,8 @@ def read_args(
     return _read_words(read_words(text, env), stack, version, "--args", Path())
 
 
-def _read_words(
-    script: LaunchScript, stack: str | None, version: str | None, name: str, beside: Path | None
-) -> Imported:
-    """The meaning of a command's words, by the reader of its stack, or that of the DeepSpeed file that they name and the script writes.
-
-    name: the file's, for messages. beside: the folder of the files that they name.
-    """
+def _read_words(script: LaunchScript, stack: str | None, version: str | None, name: str, beside: Path | None) -> Imported:  # fmt: skip
+    """By the reader of their stack, or that of the DeepSpeed file that they name and the script writes. beside: the folder of the files that they name."""
     file = deepspeed_file(script.words)
     if file is not None and file in script.documents:
         found = read_data_of("deepspeed", load(script.documents[file], "ds.json"), version=version)
@@ -153,18 +137,19 @@ def _read_words(
     if not hasattr(module, "read"):
         raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
     words, notes = script.words, (*told.assumed, *script.notes)
-    undecided = (*told.undecided, *(note for note in notes if "not decided" in note and _DECIDES.search(note)))
-    alone = "no command here starts a Python program: what it is started with decides: pass its arguments (--args)"
-    undecided += (alone,) if NO_PROGRAM in script.notes else ()
-    decides = f"--deepspeed_config: {cut(file or '')} decides: pass that file (--from deepspeed)"
-    undecided += () if file is None else (decides,)
-    silent = not any(word.startswith("-") and PRECISION.search(word) for word in words)  # no word says a precision
-    undecided += tuple(told.assumed) if silent and name != "--args" else ()  # neither the stack nor a precision is said
     if not words and name != "--args":
         why = f": {script.notes[0]}" if script.notes else ""
         raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")
-    # a variable without a value, where one is an option's name, or where nothing says a precision: what it holds would
-    undecided += tuple(note for note in notes if " no value" in note) if silent or "--" in words else ()
+    silent = not any(word.startswith("-") and PRECISION.search(word) for word in words)  # no word says a precision
+    alone = "no command here starts a Python program: what it is started with decides: pass its arguments (--args)"
+    undecided = (
+        *told.undecided, *(note for note in notes if "not decided" in note and _DECIDES.search(note)),
+        *((alone,) if NO_PROGRAM in script.notes else ()),
+        *(() if file is None else (f"--deepspeed_config: {cut(file)} decides: pass that file (--from deepspeed)",)),
+        *(told.assumed if silent and name != "--args" else ()),  # neither the stack nor a precision is said
+        # a variable without a value, where one is an option's name, or where nothing says a precision: what it holds would
+        *(note for note in notes if " no value" in note and (silent or "--" in words)),
+    )  # fmt: skip
     rules = {"rules": _rules_beside(script, words, beside)} if told.stack == LM else {}
     found = module.read(words, version=_version(told.stack, version), **rules)
     notes = tuple(note for note in notes if note not in undecided)
@@ -174,14 +159,10 @@ def _read_words(
 
 def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | None) -> Any:
     """The data of Megatron-LM's file of rules by module, if the script writes it or it stands where its name says; else None."""
-    option = _importer(LM).MODULES_FILE
-    named = next((after for word, after in itertools.pairwise([*words, ""]) if word == option), None)
-    named = named or next((word.partition("=")[2] for word in words if word.startswith(f"{option}=")), None)
-    if named is None:
-        return None
+    named = value_of(words, _importer(LM).MODULES_FILE)
+    if named is None or named in script.documents:
+        return named and load(script.documents[named], named)
     place = None if beside is None else beside / named
-    if named in script.documents:
-        return load(script.documents[named], named)
     return load(text_of(place), named) if place is not None and place.is_file() else None
 
 
@@ -192,14 +173,8 @@ _DECIDES = re.compile(rf"{PRECISION.pattern}|optimizer|fsdp|transformer-impl|hys
 
 
 def read_text(
-    text: str,
-    *,
-    stack: str | None = None,
-    version: str | None = None,
-    name: str = "",
-    env: Mapping[str, str] = {},
-    path: Path | None = None,
-) -> Imported:
+    text: str, *, stack: str | None = None, version: str | None = None, name: str = "", env: Mapping[str, str] = {}, path: Path | None = None
+) -> Imported:  # fmt: skip
     """The meaning of a file's text. name: the file's, which helps to recognize the stack. path: the file's, to find files that a script sources."""
     if name.endswith(".py"):
         return read_python(text, None, stack=stack, version=version, env=env)
@@ -224,18 +199,16 @@ def load(text: str, name: str) -> Any:
 
     import yaml
 
+    where = name or "the file"
     if len(text) > MOST_READ:
-        raise DataError(
-            f"{name or 'the file'}: {len(text):,} characters, expected at most {MOST_READ:,} in a configuration"
-        )
+        raise DataError(f"{where}: {len(text):,} characters, expected at most {MOST_READ:,} in a configuration")
     try:
         if name.endswith(".json") and "\t" in text:  # which JSON allows, and YAML does not
             text = text.replace("\t", " ")
         # a TOML file without keys counts as an empty file, not as an empty mapping
         return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_plain_loader())
     except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        first = said(error)[:MOST_SHOWN]
-        raise DataError(f"{name or 'the file'}: cannot be read: {first}") from None
+        raise DataError(f"{where}: cannot be read: {said(error)[:MOST_SHOWN]}") from None
 
 
 def recognize(text: str, name: str) -> str:
@@ -244,23 +217,19 @@ def recognize(text: str, name: str) -> str:
         return "megatron-lm"
     if name.endswith(".toml"):
         return "torchtitan"
-    data = load(text, name)
+    data, where = load(text, name), name or "the text"
     if not isinstance(data, Mapping):
-        raise DataError(
-            f"{name or 'the text'}: not a stack's configuration: expected a mapping, found {type(data).__name__}"
-        )
+        raise DataError(f"{where}: not a stack's configuration: expected a mapping, found {type(data).__name__}")
     if ours(data) or "extends" in data:
-        raise DataError(
-            f"{name or 'the text'}: already a {'run configuration' if ours(data) else 'recipe or configuration'} of mpbridge (mpbridge compare and export --config read it)"
-        )
+        kind = "run configuration" if ours(data) else "recipe or configuration"
+        raise DataError(f"{where}: already a {kind} of mpbridge (mpbridge compare and export --config read it)")
     if any(isinstance(part, Mapping) and "_component_" in part for part in data.values()):
-        raise DataError(f"{name or 'the text'}: torchtune's configuration (_component_), which is not among the stacks")
-    for stack, keys in _MARKS:
-        if any(key in data for key in keys):
-            return stack
-    raise DataError(
-        f"{name or 'the text'}: not recognized as any stack's configuration: name the stack, mpbridge import FILE --from STACK"
-    )
+        raise DataError(f"{where}: torchtune's configuration (_component_), which is not among the stacks")
+    found = next((stack for stack, keys in _MARKS if any(key in data for key in keys)), None)
+    if found is None:
+        cure = "name the stack, mpbridge import FILE --from STACK"
+        raise DataError(f"{where}: not recognized as any stack's configuration: {cure}")
+    return found
 
 
 def _is_script(text: str, name: str) -> bool:
@@ -290,8 +259,6 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torchtitan", ("training", "job", "parallelism")),
     ("deepspeed", ("bf16", "fp16")),
 )
-
-
 _PYTHON = (("megatron.bridge", "megatron-bridge"), ("torchtitan", "torchtitan"))
 """Text that identifies a stack's Python configurations -> the stack."""
 
@@ -329,11 +296,10 @@ def _plain_loader() -> Any:
         pass
 
     def plain(loader: Any, _suffix: str, node: Any) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return loader.construct_mapping(node, deep=True)
-        if isinstance(node, yaml.SequenceNode):
-            return loader.construct_sequence(node, deep=True)
-        return loader.construct_scalar(node)
+        if isinstance(node, yaml.ScalarNode):
+            return loader.construct_scalar(node)
+        whole = loader.construct_mapping if isinstance(node, yaml.MappingNode) else loader.construct_sequence
+        return whole(node, deep=True)
 
     Plain.add_multi_constructor("!", plain)
     Plain.add_multi_constructor("tag:", plain)

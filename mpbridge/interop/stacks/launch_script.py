@@ -47,7 +47,6 @@ class LaunchScript:
     program: list[str] = field(default_factory=list)
     """The words before them, up to the program's name: the launcher, its options and the program."""
     notes: list[str] = field(default_factory=list)
-    """What was not followed, and what was assumed."""
     documents: Mapping[str, str] = field(default_factory=dict)
     """File -> the here-document that the script writes to it, with its variables expanded."""
 
@@ -83,15 +82,12 @@ def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
         raise BadValue(f"--args cannot be split into words: {why}") from None
     program, words = (None if words[:1] and words[0].startswith("-") else _split(words)) or ([], words)
     words = _decided(words, notes)
-    return LaunchScript(
-        words=words, program=program, notes=[*_grouped(notes), *script.unused(text, "the text of --args")]
-    )
+    notes = [*_grouped(notes), *script.unused(text, "the text of --args")]
+    return LaunchScript(words=words, program=program, notes=notes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a variable holds."""
-
     words: tuple[str, ...] = ("",)
     array: bool = False
     notes: tuple[str, ...] = ()
@@ -144,8 +140,6 @@ class _Script:
         self.left -= notes + sum(len(word) + 1 for word in words)
         if self.left < 0:
             raise BadValue(f"the script's values have more than {LIMIT.steps:,} characters once they are expanded")
-
-    # -- words --------------------------------------------------------------------------------------------------------------
 
     def expanded(self, words: Iterable[str], notes: list[str]) -> list[str]:
         """The words that a command gets; what they depend on is added to `notes`."""
@@ -214,8 +208,6 @@ class _Script:
         self.spend(words, len(held.notes))
         notes += held.notes
         return list(words), found[3] == "[@]"
-
-    # -- commands -----------------------------------------------------------------------------------------------------------
 
     def follow(self, text: str) -> None:
         """Follows a text's commands in order, until one that ends the script."""
@@ -312,8 +304,6 @@ class _Script:
             self.notes.append(f"--env {name}={cut(self.env[name])} has no effect: the script sets {name}")
         self.values[name] = _Value(tuple(words), array or (adds and old.array), tuple(dict.fromkeys(notes)))
 
-    # -- the answer ---------------------------------------------------------------------------------------------------------
-
     def chosen(self) -> tuple[list[str], list[str], list[str]]:
         """The words up to the program's name and those after it in the command with the most options, and notes on them."""
         if self.started:
@@ -336,9 +326,8 @@ class _Script:
     def unused(self, text: str, what: str) -> list[str]:
         """A note for each given variable that a text nowhere names."""
         names = [name for name in sorted(self.env) if not name.isdigit() and name not in self.asked]
-        return [
-            f"--env {name}: {what} does not use it" for name in names if not re.search(rf"\b{re.escape(name)}\b", text)
-        ]
+        unused = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
+        return [f"--env {name}: {what} does not use it" for name in unused]
 
 
 def _decided(words: list[str], notes: list[str]) -> list[str]:

@@ -14,30 +14,17 @@ from mpbridge.common.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import deepspeed
+from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, Sharded, updated_itself, with_quant
-from mpbridge.interop.stacks.reading import Reader, raise_faults
-from mpbridge.interop.stacks.sharded_torch import (
-    SPELL,
-    TORCH_SCALER,
-    commented,
-    environment,
-    fields_of,
-    noted,
-    output_layer,
-    scale_fields,
-    torch_meaning,
-)
+from mpbridge.interop.stacks.reading import Reader, imported, raise_faults
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 
 NAME = "lightning"
 VERSIONS = {"2.6": "2.6.6"}
-DEFAULT_VERSION = "2.6"
 SCALINGS = {"delayed": "TransformerEnginePrecision"}
 EXPERTS = "only torch.nn.Linear is replaced, which can include the router; experts in 3-D parameters stay as they are"
-"""What happens to the experts of a mixture."""
 _CLASSES = {
     "TransformerEnginePrecision": "lightning.pytorch.plugins.precision",
     "FSDPStrategy": "lightning.pytorch.strategies",
@@ -54,16 +41,16 @@ def export(request: Request) -> Export:
     if "plugins" in said and policy.quant is not None:  # options that only the environment tells
         theirs = dataclasses.replace(theirs, regions=(Region(quant=dataclasses.replace(policy.quant, stored=False)),))
     quant = theirs.regions[-1].quant
-    lines = output_layer(quant, "the plugin")
-    theirs = noted(theirs, lines)
-    code = Fragment(name="python", text=commented(NAME, theirs, _code(said)))
-    return exported(request, NAME, theirs, [code, *environment([quant] if quant else ())], lines)
+    lines = native.output_layer(quant, "the plugin")
+    theirs = native.noted(theirs, lines)
+    code = Fragment(name="python", text=native.commented(NAME, theirs, _code(said)))
+    return exported(request, NAME, theirs, [code, *native.environment([quant] if quant else ())], lines)
 
 
 def _trainer(policy: PrecisionPolicy) -> dict[str, Any]:
     """The trainer's arguments as its YAML has them. FSDP gathers parameters in the compute dtype; the FP8 plugin's data parallelism is torch's DDP."""
-    full, quant = torch_meaning(policy), policy.quant
-    storage, compute, wire = (f"torch.{SPELL[one]}" for one in (full.storage, full.compute, full.wire))
+    full, quant = native.torch_meaning(policy), policy.quant
+    storage, compute, wire = (f"torch.{one.value}" for one in (full.storage, full.compute, full.wire))
     if quant is not None and quant.scaling in SCALINGS:
         plugin = {"weights_dtype": storage, "fallback_compute_dtype": compute, "recipe": _recipe(quant)}
         return {"plugins": [_object(SCALINGS[quant.scaling], plugin)]}
@@ -82,7 +69,6 @@ def _object(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipe(quant: Quant) -> dict[str, Any]:
-    """The arguments of DelayedScaling."""
     recipe: dict[str, Any] = {"fp8_format": quant.format.upper(), "amax_history_len": quant.amax_history}
     recipe |= {"amax_compute_algo": quant.amax_algo, "margin": quant.margin}
     recipe |= {} if quant.wgrad else {"override_linear_precision": (False, False, True)}
@@ -91,7 +77,6 @@ def _recipe(quant: Quant) -> dict[str, Any]:
 
 
 def _code(said: dict[str, Any]) -> str:
-    """The Python that creates a Trainer with these arguments."""
     body = ["trainer = Trainer(", *(f"    {name}={_text(value, 1)}," for name, value in said.items()), ")"]
     used = {name: source for name, source in _CLASSES.items() if any(f"{name}(" in line for line in body)}
     imports = [f"from {source} import {name}" for name, source in used.items()]
@@ -135,7 +120,6 @@ _STRATEGIES = (
 """Its strategy names (StrategyRegistry.available_strategies), and its classes without 'Strategy'."""
 _NEMO = ("megatron_amp_O2", "native_amp_init_scale", "native_amp_growth_interval", "tensor_model_parallel_size")
 """Keys of `model` in NeMo's files, which have Lightning's trainer beside them."""
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _OTHERS = ("model", "data", "optimizer", "lr_scheduler", "config", "seed_everything", "ckpt_path")
 """Sections of its CLI beside the trainer."""
 
@@ -143,7 +127,7 @@ _OTHERS = ("model", "data", "optimizer", "lr_scheduler", "config", "seed_everyth
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `precision=bf16-mixed strategy=fsdp`, or of `--trainer.precision bf16-mixed` as its CLI takes it. Raises BadValue."""
     data, rest, items = dict[str, Any](), dict[str, Any](), list(words)
-    items = items[1:] if items[:1] and items[0] in _SUBCOMMANDS else items
+    items = items[1:] if items[:1] and items[0] in ("fit", "validate", "test", "predict") else items
     while items:
         word = items.pop(0)
         name, equals, value = word.lstrip("-").removeprefix("trainer.").partition("=")
@@ -167,14 +151,12 @@ class _Settings:
     read: Reader
     base: DType = DType.FP32
     cast: bool = True
-    """Whether the parameters are stored in that dtype."""
     compute: DType | None = None
     """The dtype of what the FP8 plugin does not quantize; None: `base`."""
     quant: Quant | None = None
     strategy: str = "auto"
     """The strategy's name or class in lower case, without '_' and 'strategy'; 'auto' for one that is not Lightning's."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The strategy's arguments, if it is given as a class."""
     plugin: bool = False
     """Whether a precision plugin decides instead of the string."""
 
@@ -214,7 +196,6 @@ def read_data(data: Any, *, version: str) -> Imported:
 
 
 def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:
-    """(name, arguments) of a value that is a name or {class_path, init_args}."""
     if not isinstance(value, Mapping):
         return str(value), {}
     arguments = value.get("init_args") or {}
@@ -242,9 +223,8 @@ def _precision(said: _Settings) -> None:
     read = said.read
     plugin, arguments = _plugin(read)
     word = read.text("precision", "").lower()
-    read.note(
-        "contradicts", f"precision={word} with plugins: {plugin}: Lightning refuses both together", plugin and word
-    )
+    text = f"precision={word} with plugins: {plugin}: Lightning refuses both together"
+    read.note("contradicts", text, plugin and word)
     said.plugin = bool(plugin)
     if plugin == "TransformerEnginePrecision":
         _transformer_engine(said, read.inner(arguments, "plugins"))
@@ -336,30 +316,41 @@ def _refused(said: _Settings) -> None:
 
 
 def _meaning(said: _Settings) -> tuple[Meaning, dict[str, Any]]:
-    """(the meaning, the fields that say it)."""
     base = said.base
-    if "deepspeed" in said.strategy and said.arguments.get("config") is not None:
-        return _by_deepspeeds_file(said, said.arguments["config"])
+    config = said.arguments.get("config") if "deepspeed" in said.strategy else None
+    if config is not None:  # DeepSpeed's own settings decide; the precision's section is the fallback
+        whole, section = isinstance(config, Mapping), {DType.BF16: "bf16", DType.FP16: "fp16"}.get(base)
+        said.read.note("undecided", f"config={cut(config)} decides: pass that file (--from deepspeed)", not whole)
+        data = ({} if section is None else {section: {"enabled": True}}) | (
+            dict(config) if whole else {"zero_optimization": {"stage": 2}}
+        )
+        meaning, fields = deepspeed.meaning_and_fields(said.read.inner(data, "strategy.config"))
+        return _with_quant(said, meaning), fields
     if "deepspeed" in said.strategy and base is not DType.FP32:
         said.read.note("assumed", "under DeepSpeed, mixed and true are the same")
         scale = deepspeed.scale_of(said.read.inner(said.arguments, "strategy")) if base is DType.FP16 else None
+        stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])
+        if not stage:  # DeepSpeedStrategy's default
+            stage = "2"
+            said.read.default("strategy.stage", stage)
+        zero = {str(number): divided for number, divided in deepspeed.SHARDED.items()}.get(stage, "everything")
         meaning = Meaning(
-            storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded=_zero(said), loss_scale=scale
+            storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded=zero, loss_scale=scale
         )  # fmt: skip
-        fields = {base.short: True, "grad_reduce_in_fp32": False} | ({} if scale is None else scale_fields(scale))
-        return _with_quant(said, meaning), fields
+        scaled = {} if scale is None else native.scale_fields(scale)
+        return _with_quant(said, meaning), {base.short: True, "grad_reduce_in_fp32": False, **scaled}
     sharded: Sharded = "everything" if said.fsdp else "nothing"
     if said.cast:
         meaning = updated_itself(base, wire=base if said.fsdp else _hooked(said), sharded=sharded)
     else:
-        wire, scale = _hooked(said), TORCH_SCALER if base is DType.FP16 else None
+        wire, scale = _hooked(said), native.TORCH_SCALER if base is DType.FP16 else None
         if said.fsdp:  # FSDPStrategy reduces in the precision's dtype unless it has a MixedPrecision
             policy = said.arguments.get("mixed_precision")
             given = policy.get("init_args", policy) if isinstance(policy, Mapping) else {}
             wire = said.read.inner(given, "strategy.mixed_precision").dtype("reduce_dtype", base) or base
         meaning = updated_itself(DType.FP32, base, wire, autocast=base, sharded=sharded, loss_scale=scale)
     meaning = _with_quant(said, meaning)
-    return meaning, {} if base is DType.FP64 else fields_of(meaning, said.read)
+    return meaning, {} if base is DType.FP64 else native.fields_of(meaning, said.read)
 
 
 def _with_quant(said: _Settings, meaning: Meaning) -> Meaning:
@@ -367,18 +358,6 @@ def _with_quant(said: _Settings, meaning: Meaning) -> Meaning:
     compute = said.compute or said.base
     wide = dataclasses.replace(meaning, compute=compute, autocast=compute)
     return meaning if said.quant is None else with_quant(wide, said.quant)
-
-
-def _by_deepspeeds_file(said: _Settings, config: Any) -> tuple[Meaning, dict[str, Any]]:
-    """DeepSpeedStrategy(config=...): its own settings decide; the precision's section is the fallback."""
-    whole = isinstance(config, Mapping)
-    said.read.note("undecided", f"config={cut(config)} decides: pass that file (--from deepspeed)", not whole)
-    data = dict(config) if whole else {"zero_optimization": {"stage": 2}}
-    section = {DType.BF16: "bf16", DType.FP16: "fp16"}.get(said.base)
-    if section is not None and section not in data:
-        data[section] = {"enabled": True}
-    meaning, fields = deepspeed.meaning_and_fields(said.read.inner(data, "strategy.config"))
-    return _with_quant(said, meaning), fields
 
 
 def _hooked(said: _Settings) -> DType:
@@ -390,11 +369,3 @@ def _hooked(said: _Settings) -> DType:
     name = str(hook).rpartition(".")[2]
     said.read.cannot(f"ddp_comm_hook={cut(name)}: its effect on gradients on the wire is unknown", name not in _HOOKS)
     return _HOOKS.get(name, stored)
-
-
-def _zero(said: _Settings) -> Sharded:
-    """What ZeRO shards: by the stage in the strategy's name or arguments; DeepSpeedStrategy's default is 2."""
-    if not (stage := str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])):
-        stage = "2"
-        said.read.default("strategy.stage", stage)
-    return {str(number): sharded for number, sharded in deepspeed.SHARDED.items()}.get(stage, "everything")

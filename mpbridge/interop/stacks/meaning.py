@@ -42,13 +42,11 @@ class Meaning:
     wire: DType
     """Gradients in the all-reduce or reduce-scatter."""
     accumulator: DType
-    """Gradients while micro-batches accumulate."""
     optimizer_reads: DType | None = None
     """Gradients as the optimizer reads them; None: as accumulated. Wider than the accumulator: a copy."""
     exp_avg: DType = DType.FP32
     exp_avg_sq: DType = DType.FP32
     optimizer: Optimizer = ADAM
-    """Which of the two moments there are."""
     sharded: Sharded = "nothing"
     loss_scale: LossScale | None = None
     regions: tuple[Region, ...] = (Region(),)
@@ -68,7 +66,6 @@ class Meaning:
     residual_fp32: bool | None = None
     softmax_fp32: bool | None = None
     note: str = ""
-    """Facts that no other field has."""
 
     @property
     def master(self) -> DType:
@@ -117,12 +114,10 @@ class Meaning:
     def bytes(self) -> tuple[int, int]:
         """(a, b) of a + b/N bytes per parameter of a dense model: what every rank keeps, and what N ranks share."""
         held = dict(self.held)
-        parts = {"params": held.pop("storage"), "grads": held.pop("accumulator"), "states": sum(held.values())}
-        divided = ("states", "grads", "params")[
-            : ("nothing", "optimizer", "gradients", "everything").index(self.sharded)
-        ]
-        shared = sum(parts[name] for name in divided)
-        return sum(parts.values()) - shared, shared
+        params, grads = held.pop("storage"), held.pop("accumulator")
+        parts = (sum(held.values()), grads, params)
+        shared = sum(parts[: ("nothing", "optimizer", "gradients", "everything").index(self.sharded)])
+        return sum(parts) - shared, shared
 
     @property
     def bytes_text(self) -> str:
@@ -151,26 +146,17 @@ LABELS: Mapping[str, str] = MappingProxyType({
     "sharded": "sharded over data parallelism", "bytes": "bytes per parameter (dense, Adam)",
 })  # fmt: skip
 """Row of a comparison -> its label."""
-
-
-STATED: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "reuse_grad_buffer": ("MXFP8 gather through the gradient buffer", "reuse_grad_buf_for_mxfp8_param_ag"),
-        "output": ("returned by a wrapped module", "output_dtype"),
-        "pipeline": ("activations between pipeline stages", "pipeline_dtype"),
-        "keep_fp32": ("parameters kept in FP32", "keep_fp32"),
-        "frozen": ("parameters that are not trained", "frozen"),
-        "logits": ("logits", "logit_dtype"),
-        "router": ("experts' router", "moe_router_dtype"),
-        "residual_fp32": ("residual stream in FP32", "fp32_residual_connection"),
-        "softmax_fp32": ("attention's softmax in FP32", "attention_softmax_in_fp32"),
-    }
-)
+STATED: Mapping[str, tuple[str, str]] = MappingProxyType({
+    "reuse_grad_buffer": ("MXFP8 gather through the gradient buffer", "reuse_grad_buf_for_mxfp8_param_ag"),
+    "output": ("returned by a wrapped module", "output_dtype"), "pipeline": ("activations between pipeline stages", "pipeline_dtype"),
+    "keep_fp32": ("parameters kept in FP32", "keep_fp32"), "frozen": ("parameters that are not trained", "frozen"),
+    "logits": ("logits", "logit_dtype"), "router": ("experts' router", "moe_router_dtype"),
+    "residual_fp32": ("residual stream in FP32", "fp32_residual_connection"),
+    "softmax_fp32": ("attention's softmax in FP32", "attention_softmax_in_fp32"),
+})  # fmt: skip
 """Rows shown only if a policy states them: their label, and the setting that states them."""
-
 OPEN = ("logits", "router", "residual_fp32", "softmax_fp32")
 """Rows of STATED that None leaves to the model's own code."""
-
 LAYOUT = ("storage", "main", "optimizer_reads", "sharded", "bytes", "reuse_grad_buffer")
 """Rows that may differ without changing a step's arithmetic, provided that `master` agrees."""
 
@@ -210,9 +196,8 @@ def rows(meaning: Meaning) -> dict[str, str]:
     """Every row of LABELS as text, and those of STATED that are set."""
     values = {name: getattr(meaning, name) for name in LABELS if name not in ("bytes", "loss_scale")}
     shown = {name: say(value) for name, value in values.items()}
-    shown["main"] = (
-        "none: the parameters" if meaning.main is None else "16-bit remainders" if meaning.remainders else shown["main"]
-    )
+    if meaning.main is None or meaning.remainders:
+        shown["main"] = "none: the parameters" if meaning.main is None else "16-bit remainders"
     shown["optimizer_reads"] = say(meaning.optimizer_reads or meaning.accumulator)
     shown |= {name: f"none: {meaning.optimizer.name}" for name in MOMENTS if not meaning.optimizer.keeps(name)}
     shown["loss_scale"] = _scale(meaning.loss_scale)
@@ -250,7 +235,7 @@ def differences(ours: Meaning, theirs: Meaning) -> dict[str, tuple[str, str]]:
         said = getattr(ours, name) is not None or getattr(theirs, name) is not None
         if said and ours.in_force(name) != theirs.in_force(name):
             found[name] = stated_text(ours, name), stated_text(theirs, name)
-    if arithmetic_regions(ours.regions) == arithmetic_regions(theirs.regions):
+    if arithmetic_of(ours.regions) == arithmetic_of(theirs.regions):
         found.pop("quantization", None)
         if ours.regions != theirs.regions and stored(ours.regions) != stored(theirs.regions):
             found["stored"] = (stored(ours.regions), stored(theirs.regions))
@@ -263,7 +248,7 @@ def arithmetic_differs(ours: Meaning, theirs: Meaning) -> bool:
     return bool(rest) or ours.master is not theirs.master
 
 
-def arithmetic_regions(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+def arithmetic_of(regions: tuple[Region, ...]) -> tuple[Region, ...]:
     """The regions without settings that affect only storage."""
     return tuple(changed(region, _computed) for region in regions)
 
@@ -274,9 +259,8 @@ def changed(region: Region, change: Callable[[Quant], Quant | None]) -> Region:
     def of(quant: Quant | None) -> Quant | None:
         return None if quant is None else change(quant)
 
-    gemms = region.gemms and Gemms(
-        fprop=of(region.gemms.fprop), dgrad=of(region.gemms.dgrad), wgrad=of(region.gemms.wgrad)
-    )
+    one = region.gemms
+    gemms = one and Gemms(fprop=of(one.fprop), dgrad=of(one.dgrad), wgrad=of(one.wgrad))
     return dataclasses.replace(region, quant=of(region.quant), gemms=gemms)
 
 
@@ -310,19 +294,16 @@ def described(
     fields: Mapping[str, Any], contradicts: list[str], *, engine: str = DEFAULT, sharded: Sharded | None = None
 ) -> Meaning:
     """The meaning of MixedPrecisionConfig fields; if they are refused, the meaning of most of them, with the refusal and the omissions in `contradicts`."""
-    try:
-        return of_policy(resolve(MixedPrecisionConfig.from_data(fields)), engine=engine, sharded=sharded)
-    except MpbridgeError as error:
-        contradicts.append(str(error))
     # quantization details come last, after the facts that readers look for first
     optional = sorted((name for name in fields if name not in _BASE), key=lambda name: name.startswith(("fp8", "fp4")))
     quantized = tuple(name for name in optional if name.startswith(("fp8", "fp4", "first_", "num_layers")))
-    pairs = itertools.combinations(optional, 2)
-    for left in (*itertools.combinations(optional, 1), *pairs, quantized, tuple(optional)):
+    fewer = [left for count in (1, 2) for left in itertools.combinations(optional, count)]
+    for left in dict.fromkeys(((), *fewer, quantized, tuple(optional))):
         rest = {name: value for name, value in fields.items() if name not in left}
         try:
             meaning = of_policy(resolve(MixedPrecisionConfig.from_data(rest)), engine=engine, sharded=sharded)
-        except MpbridgeError:
+        except MpbridgeError as error:
+            contradicts += [] if left else [str(error)]
             continue
         if left:
             contradicts.append(f"not described: {', '.join(f'{name}={say(fields[name])}' for name in left)}")

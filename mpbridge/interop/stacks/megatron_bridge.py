@@ -13,28 +13,19 @@ from typing import Any
 from mpbridge.common.errors import DataError
 from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
+from mpbridge.interop.stacks import megatron_bridge_import as reader
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, exported
-from mpbridge.interop.stacks.known_keys import unknown_of
-from mpbridge.interop.stacks.megatron_bridge_import import (
-    CORE,
-    DIFFERS,
-    FIELDS,
-    MODEL,
-    NAME,
-    OPTIMIZER,
-    TARGET,
-    read_data,
-)
+from mpbridge.interop.stacks.megatron_bridge_import import CORE, FIELDS, NAME, read_data
 from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
 from mpbridge.interop.stacks.optimizers import at_ours, settings
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, is_known, known_fields
+from mpbridge.interop.stacks.reading import unknown_of
 from mpbridge.interop.stacks.sharded_torch import environment
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 
 VERSIONS = {"0.6": "main, 067f987d"}
-DEFAULT_VERSION = "0.6"
 
 
 def export(request: Request) -> Export:
@@ -58,9 +49,8 @@ def export(request: Request) -> Export:
     theirs = dataclasses.replace(found, regions=regions, softmax_fp32=policy.softmax_fp32)
     pieces = [Fragment(name="run_config.yaml", text=text.rstrip()), *environment(policy.quants)]
     why = {**reasons(request, CORE), **_moved(policy)}
-    return exported(
-        request, NAME, theirs, pieces, _unsayable(request), why, said=[name for name in there if there[name]]
-    )
+    said = [name for name, one in there.items() if one is not None]
+    return exported(request, NAME, theirs, pieces, _unsayable(request), why, said=said)
 
 
 def torch_dtype(dtype: DType) -> dict[str, Any]:
@@ -70,7 +60,7 @@ def torch_dtype(dtype: DType) -> dict[str, Any]:
 
 def _section(request: Request) -> dict[str, Any]:
     config, policy = request.config, request.policy
-    values: dict[str, Any] = {"_target_": TARGET}
+    values: dict[str, Any] = {"_target_": reader.TARGET}
     said, quant = config.stored(), in_core(policy.quant, request, CORE)
     # effective fields whose defaults differ between stacks are always written
     always = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} if policy.loss_scale else set()
@@ -96,24 +86,17 @@ def _section(request: Request) -> dict[str, Any]:
 def _optimizer(policy: PrecisionPolicy) -> dict[str, Any]:
     if not policy.precision_aware:
         return {}
-    found: dict[str, Any] = {"use_precision_aware_optimizer": True}
-    for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq"):
-        dtype = getattr(policy, name)
-        if dtype is not None:
-            found[f"{name}_dtype"] = torch_dtype(dtype)
-    if policy.remainders is not None:
-        found["store_param_remainders"] = policy.remainders
-    return found
+    states = {name: getattr(policy, name) for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")}
+    dtypes = {f"{name}_dtype": torch_dtype(dtype) for name, dtype in states.items() if dtype is not None}
+    kept = {} if policy.remainders is None else {"store_param_remainders": policy.remainders}
+    return {"use_precision_aware_optimizer": True, **dtypes, **kept}
 
 
 def _ddp(policy: PrecisionPolicy, fsdp: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"use_distributed_optimizer": True}
-    if fsdp:
-        reduce, add = torch_dtype(policy.reduce), torch_dtype(policy.accumulate or policy.reduce)
-        found |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
-        found["megatron_fsdp_main_params_dtype"] = torch_dtype(policy.main_params or DType.FP32)
-        found |= {"megatron_fsdp_main_grads_dtype": add, "megatron_fsdp_grad_comm_dtype": reduce}
-    return found
+    dtypes = {"main_params": policy.main_params or DType.FP32, "main_grads": policy.accumulate or policy.reduce, "grad_comm": policy.reduce}  # fmt: skip
+    wrapped = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    wrapped |= {f"megatron_fsdp_{name}_dtype": torch_dtype(dtype) for name, dtype in dtypes.items()}
+    return {"use_distributed_optimizer": True} | (wrapped if fsdp else {})
 
 
 def _model(policy: PrecisionPolicy, softmax: bool) -> dict[str, Any]:
@@ -147,12 +130,12 @@ OPAQUE = frozenset({"get_mixed_precision_config"})
 """Functions of which the arguments are read, not the body."""
 _SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType({
     "mixed_precision": frozenset(FIELDS),
-    "optimizer": frozenset({*OPTIMIZER, "use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "optimizer", *settings(CORE)}),
+    "optimizer": frozenset({*reader.OPTIMIZER, "use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "optimizer", *settings(CORE)}),
     "ddp": frozenset({
         "grad_reduce_in_fp32", "use_distributed_optimizer", "use_megatron_fsdp", "megatron_fsdp_main_params_dtype",
         "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype",
     }),
-    "model": frozenset({*MODEL, "bf16", "fp16", "fp8", "fp8_param", "fp8_recipe", "fp4", "first_last_layers_bf16"}),
+    "model": frozenset({*reader.MODEL, "bf16", "fp16", "fp8", "fp8_param", "fp8_recipe", "fp4", "first_last_layers_bf16"}),
     "dist": frozenset({"use_megatron_fsdp"}),
 })  # fmt: skip
 """The fields that are read from a recipe function's sections."""
@@ -199,10 +182,9 @@ def _named_recipe(value: Any, name: str) -> Any:
     last = value.callee.rpartition(".")[2]
     asked = value.arguments[0] if last in OPAQUE and value.arguments else last
     if not isinstance(asked, str) or key(asked) not in recipes:
-        raise DataError(
-            f"{name}: mixed_precision = {value.callee}(...): no recipe has that name, and its source is not in this checkout"
-        )
-    said = get_mixed_precision_config(key(asked)).derive(**DIFFERS.get(key(asked), {})).stored()
+        why = "no recipe has that name, and its source is not in this checkout"
+        raise DataError(f"{name}: mixed_precision = {value.callee}(...): {why}")
+    said = get_mixed_precision_config(key(asked)).derive(**reader.DIFFERS.get(key(asked), {})).stored()
     base = {field: said[field].short if isinstance(said[field], DType) else said[field] for field in FIELDS}
-    set_since = value.attributes
-    return SourceObject(callee=TARGET, attributes={**{n: v for n, v in base.items() if v is not None}, **set_since})
+    stated = {field: one for field, one in base.items() if one is not None}
+    return SourceObject(callee=reader.TARGET, attributes=stated | value.attributes)

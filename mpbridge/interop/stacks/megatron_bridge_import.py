@@ -17,10 +17,9 @@ from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with
-from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Sharded, described
 from mpbridge.interop.stacks.optimizers import Trained, settings
-from mpbridge.interop.stacks.reading import Reader, raise_faults
+from mpbridge.interop.stacks.reading import Reader, imported, raise_faults, state_word
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.precision_field import Target
 from mpbridge.precision.megatron_spec.schema import records
@@ -28,7 +27,6 @@ from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 
 if TYPE_CHECKING:
     import torch
-
 
 NAME = "megatron-bridge"
 CORE = "0.20.0"
@@ -81,8 +79,6 @@ DIFFERS: dict[str, dict[str, Any]] = {
     "nemotron_3_ultra_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
 }
 """Its values of recipes with the same name but different values in mpbridge; scripts/evidence/stacks/bridge_exports.py compares all of them."""
-
-
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 OPTIMIZER = (
     "use_precision_aware_optimizer", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders",
@@ -112,14 +108,19 @@ def read(words: Iterable[str], *, version: str) -> Imported:
             for section in sections:
                 inner = at.setdefault(section, {})
                 if not isinstance(inner, dict):
-                    raise BadValue(
-                        f"{brief(word)}: {section} is the text {brief(inner)} already, which has no keys: Bridge raises OverridesError"
-                    )
+                    text = f"{section} is the text {brief(inner)} already, which has no keys"
+                    raise BadValue(f"{brief(word)}: {text}: Bridge raises OverridesError")
                 at = inner
             at[last] = yaml.safe_load(value)
     found = read_data(tree, version=version)
     said = f"{', '.join(options)}: options of the script, which are not read; a recipe that they name decides the rest"
     return dataclasses.replace(found, assumed=(said, *found.assumed)) if options else found
+
+
+_BEYOND = {
+    "peft": "only adapters are trained",
+    "model.quant_recipe": "rules by module stand in it; the linears that it matches run by them",
+}
 
 
 def read_data(data: Any, *, version: str) -> Imported:
@@ -139,12 +140,10 @@ def read_data(data: Any, *, version: str) -> Imported:
     if fsdp:
         _megatron_fsdp(read_, fields)
     _overridden(read_, fields)
-    if read_.at("peft") is not None:
-        read_.whole.add("peft")
-        read_.cannot("peft: only adapters are trained")
-    if read_.at("model.quant_recipe") is not None:
-        read_.whole.add("model.quant_recipe")
-        read_.cannot("model.quant_recipe: rules by module stand in it; the linears that it matches run by them")
+    for path, text in _BEYOND.items():
+        if read_.at(path) is not None:
+            read_.whole.add(path)
+            read_.cannot(f"{path}: {text}")
     engine = engine_with("wrapper") if fsdp else DEFAULT
     distributed = read_.at("ddp.use_distributed_optimizer", read_.at("optimizer.use_distributed_optimizer"))
     if distributed is None and not fsdp:
@@ -250,10 +249,9 @@ def _settled(values: dict[str, Any], read_: Reader) -> dict[str, Any]:
         ("inert", any(edges.values()) and not values.get("first_last_layers_bf16"), "num_layers_at_*_in_bf16 without first_last_layers_bf16"),
         ("inert", cast, "autocast_enabled: has no effect on megatron-core there (its name is enable_autocast)"),
     )  # fmt: skip
-    defaults = MixedPrecisionConfig().stored()
-    return {name: value for name, value in values.items() if value is not None and value != defaults[name]} | {
-        "grad_reduce_in_fp32": bool(values.get("grad_reduce_in_fp32", True))
-    }
+    defaults, wide = MixedPrecisionConfig().stored(), bool(values.get("grad_reduce_in_fp32", True))
+    said = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
+    return said | {"grad_reduce_in_fp32": wide}
 
 
 _WITHOUT: Mapping[str, Target] = MappingProxyType({
@@ -309,7 +307,7 @@ def _optimizer(read_: Reader, fields: dict[str, Any]) -> None:
         read_.default(f"optimizer.{name}", DType.FP32)
     if aware:
         fields |= {name: read_.flag(path) for name, path in given.items() if name not in dtypes}
-        fields |= {name: "fp8" if one is DType.UINT8 else one.short for name, one in dtypes.items() if one is not None}
+        fields |= {name: state_word(one) for name, one in dtypes.items() if one is not None}
     if fields.get("main_grads_dtype") == "fp32":
         del fields["main_grads_dtype"]
     whole = fields.get("main_params_dtype", "fp32") == "fp32" and fields.get("store_param_remainders") is not False

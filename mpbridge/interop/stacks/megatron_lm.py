@@ -8,28 +8,33 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from mpbridge.common.facts import BESIDE_ADAM, EMERGING
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.megatron_lm_arguments import CORE, NAME, own_settings
-from mpbridge.interop.stacks.megatron_lm_arguments import DEFAULT_VERSION as DEFAULT_VERSION
 from mpbridge.interop.stacks.megatron_lm_arguments import VERSIONS as VERSIONS
 from mpbridge.interop.stacks.megatron_lm_import import read
 from mpbridge.interop.stacks.optimizers import at_ours
+from mpbridge.interop.stacks.reading import state_word
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, BEFORE_018, SINCE_017
-from mpbridge.precision.policy import PrecisionPolicy, Quant
+from mpbridge.precision.policy import PrecisionPolicy
 
-Flags = Iterator[str]
+Flags = Iterator[tuple[Any, str]]
+"""(whether it applies, the words) of each flag."""
 
 
 def export(request: Request) -> Export:
     """The precision part of a Megatron-LM command line."""
     policy, core = request.policy, CORE[request.version]
-    rules = megatron_modules.rules_there(request)
-    words = [*_flags(request, core), *(("--te-precision-config-file precision.yaml",) if rules else ()), *_model(request, core), *_optimizer(request)]  # fmt: skip
+    # a rule under `modules` that matches megatron-core's linears needs the file
+    rules = any(region not in request.unnamed for region in policy.module_regions)
+    file = (rules, "--te-precision-config-file precision.yaml")
+    flags = (*_flags(request, core), file, *_model(request, core), *_optimizer(request))
+    words = [words for applies, words in flags if applies]
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if rules:
         pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=core)))
@@ -39,9 +44,8 @@ def export(request: Request) -> Export:
     regions = tuple(megatron_modules.regions_said(request, core=core))
     theirs = dataclasses.replace(theirs, regions=regions, softmax_fp32=policy.softmax_fp32)
     pieces += environment(policy.quants)
-    made = exported(
-        request, NAME, theirs, pieces, lines, megatron_modules.reasons(request, core), said=[*_updates(request)]
-    )
+    why = megatron_modules.reasons(request, core)
+    made = exported(request, NAME, theirs, pieces, lines, why, said=[*_updates(request)])
     unknown = request.run is None and BEFORE_017.holds(core) and any(quant.bits == 4 for quant in policy.quants)
     text = f"a model without Mamba layers: a hybrid of megatron-core {core} never enters the FP4 context (--config FILE: judged for that model)"
     return dataclasses.replace(made, assumed=(text,)) if unknown else made
@@ -58,82 +62,71 @@ def _narrow_main(policy: PrecisionPolicy) -> bool:
 
 
 def _flags(request: Request, core: str) -> Flags:
-    policy, wrapped = request.policy, _has_dtypes(request)
-    if policy.compute is not DType.FP32:
-        yield f"--{policy.compute.short}"
-    if policy.reduce is DType.FP32 and not wrapped:
-        yield "--accumulate-allreduce-grads-in-fp32"
-    elif policy.compute is DType.BF16 and not wrapped:
-        yield "--grad-reduce-in-bf16"
-    scale = policy.loss_scale
-    if scale is not None and scale.static is not None:
-        yield f"--loss-scale {number(scale.static)}"
-    elif scale is not None:
-        yield f"--initial-loss-scale {number(scale.initial)}"
-        yield f"--min-loss-scale {number(scale.minimum)}"
-        yield f"--loss-scale-window {number(scale.window)}"
-        yield f"--hysteresis {scale.hysteresis}"
-    quant = megatron_modules.in_core(policy.quant, request, core)
+    policy, wrapped, scale = request.policy, _has_dtypes(request), request.policy.loss_scale
+    compute, wide, quant = (
+        policy.compute,
+        policy.reduce is DType.FP32,
+        megatron_modules.in_core(policy.quant, request, core),
+    )
+    yield from (
+        (compute is not DType.FP32, f"--{compute.short}"),
+        (wide and not wrapped, "--accumulate-allreduce-grads-in-fp32"),
+        (not wide and not wrapped and compute is DType.BF16, "--grad-reduce-in-bf16"),
+    )
+    if scale is not None:
+        dynamic = scale.static is None
+        yield from (
+            (not dynamic, f"--loss-scale {_number(scale.static or 0)}"), (dynamic, f"--initial-loss-scale {_number(scale.initial)}"),
+            (dynamic, f"--min-loss-scale {_number(scale.minimum)}"), (dynamic, f"--loss-scale-window {_number(scale.window)}"),
+            (dynamic, f"--hysteresis {scale.hysteresis}"),
+        )  # fmt: skip
     if quant is not None:
-        yield from _quantization(quant)
-        if policy.reuse_grad_buffer:
-            yield "--reuse-grad-buf-for-mxfp8-param-ag"
-        if policy.ends is not None:
-            first, last = policy.ends
-            yield f"--first-last-layers-bf16 --num-layers-at-start-in-bf16 {first} --num-layers-at-end-in-bf16 {last}"
-
-
-def _quantization(quant: Quant) -> Flags:
-    low = f"fp{quant.bits}"
-    # the recipe is always written: alone, --fp8-format means delayed scaling here and tensorwise in Megatron Bridge
-    yield f"--{low}-format {quant.format} --{low}-recipe {quant.scaling}"
-    if quant.factory:
-        yield f"--{low}-quantizer-factory {quant.factory}"
-    if quant.scaling == "delayed":
-        yield f"--fp8-amax-history-len {quant.amax_history} --fp8-amax-compute-algo {quant.amax_algo}"
-        if quant.margin:
-            yield f"--fp8-margin {quant.margin}"
-        if not quant.wgrad:
-            yield "--no-fp8-wgrad"
-    if quant.stored:
-        yield f"--{low}-param-gather"
+        low, delayed, (first, last) = f"fp{quant.bits}", quant.scaling == "delayed", policy.ends or (0, 0)
+        yield from (
+            # the recipe is always written: alone, --fp8-format means delayed scaling here and tensorwise in Megatron Bridge
+            (True, f"--{low}-format {quant.format} --{low}-recipe {quant.scaling}"),
+            (quant.factory, f"--{low}-quantizer-factory {quant.factory}"),
+            (delayed, f"--fp8-amax-history-len {quant.amax_history} --fp8-amax-compute-algo {quant.amax_algo}"),
+            (delayed and quant.margin, f"--fp8-margin {quant.margin}"),
+            (delayed and not quant.wgrad, "--no-fp8-wgrad"),
+            (quant.stored, f"--{low}-param-gather"),
+            (policy.reuse_grad_buffer, "--reuse-grad-buf-for-mxfp8-param-ag"),
+            (policy.ends is not None, f"--first-last-layers-bf16 --num-layers-at-start-in-bf16 {first} --num-layers-at-end-in-bf16 {last}"),
+        )  # fmt: skip
 
 
 def _model(request: Request, core: str) -> Flags:
-    policy = request.policy
-    if policy.residual_fp32:
-        yield "--fp32-residual-connection"
-    if megatron_modules.softmax_of(request, core=core):
-        yield "--attention-softmax-in-fp32"
-    if policy.router is not None:
-        yield f"--moe-router-dtype {policy.router.short}"
-    if policy.logits is not None and SINCE_017.holds(core):
-        yield f"--output-logit-dtype {policy.logits.short}"
+    policy, logits = request.policy, request.policy.logits if SINCE_017.holds(core) else None
+    yield from (
+        (policy.residual_fp32, "--fp32-residual-connection"),
+        (megatron_modules.softmax_of(request, core=core), "--attention-softmax-in-fp32"),
+        (policy.router, f"--moe-router-dtype {policy.router and policy.router.short}"),
+        (logits, f"--output-logit-dtype {logits and logits.short}"),
+    )
 
 
 def _optimizer(request: Request) -> Flags:
-    policy, wrapper = request.policy, request.main_weights == "wrapper"
-    needed = policy.precision_aware or policy.stored or request.main_weights == "optimizer"
-    if not wrapper and request.optimizer not in BESIDE_ADAM and (needed or request.ours.sharded != "nothing"):
-        yield "--use-distributed-optimizer"
-    if policy.precision_aware:
-        yield "--use-precision-aware-optimizer"
-        yield f"--main-grads-dtype {(policy.main_grads or DType.FP32).short}"
-        yield f"--main-params-dtype {'fp16' if _narrow_main(policy) else 'fp32'}"
-        yield f"--exp-avg-dtype {_state(policy.exp_avg)} --exp-avg-sq-dtype {_state(policy.exp_avg_sq)}"
-    if wrapper:
-        yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
-        yield "--ckpt-format fsdp_dtensor"
-    unknown = request.optimizer in EMERGING and BEFORE_018.holds(CORE[request.version])
-    if request.optimizer != "adam" and not unknown:
+    policy, wrapper, name, wide = request.policy, request.main_weights == "wrapper", request.optimizer, DType.FP32
+    aware, later = policy.precision_aware, not BEFORE_018.holds(CORE[request.version])
+    needed = aware or policy.stored or request.main_weights == "optimizer" or request.ours.sharded != "nothing"
+    first, second = (state_word(state or wide) for state in (policy.exp_avg, policy.exp_avg_sq))
+    named = name != "adam" and (later or name not in EMERGING)
+    yield from (
+        (needed and not wrapper and name not in BESIDE_ADAM, "--use-distributed-optimizer"),
+        (aware, "--use-precision-aware-optimizer"),
+        (aware, f"--main-grads-dtype {(policy.main_grads or wide).short}"),
+        (aware, f"--main-params-dtype {'fp16' if _narrow_main(policy) else 'fp32'}"),
+        (aware, f"--exp-avg-dtype {first} --exp-avg-sq-dtype {second}"),
+        (wrapper, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"),
+        (wrapper, "--ckpt-format fsdp_dtensor"),
         # since 0.18 the distributed optimizer of what is not Adam is the layer-wise one
-        layered = request.optimizer == "dist_muon" and not BEFORE_018.holds(CORE[request.version])
-        yield f"--optimizer {'muon --use-distributed-optimizer' if layered else request.optimizer}"
-        yield from filter(None, _updates(request).values())
+        (named, f"--optimizer {'muon --use-distributed-optimizer' if name == 'dist_muon' and later else name}"),
+        *((named and flag, flag) for flag in _updates(request).values()),
+    )  # fmt: skip
     if _has_dtypes(request):
         reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
-        yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
-        yield f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
+        yield True, f"--megatron-fsdp-main-params-dtype {(policy.main_params or wide).short}"
+        yield True, f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
 
 
 def _updates(request: Request) -> Mapping[str, str]:
@@ -143,12 +136,7 @@ def _updates(request: Request) -> Mapping[str, str]:
     return {name: one.flags(value) for name, one, value in said if one and one.option and one.takes(value)}
 
 
-def _state(dtype: DType | None) -> str:
-    return "fp8" if dtype is DType.UINT8 else (dtype or DType.FP32).short
-
-
 def _unsayable(request: Request) -> Iterator[Line]:
-    """Facts that no Megatron-LM flag expresses."""
     policy = request.policy
     main = policy.settled().main_params
     attention = any(quant.attention != "none" for quant in policy.quants)
@@ -170,6 +158,6 @@ _NEAREST = {
 """Main weights that no flag expresses -> the nearest alternative."""
 
 
-def number(value: float) -> str:
-    """A number in full: 4294967296, 0.5."""
+def _number(value: float) -> str:
+    """In full: 4294967296, 0.5."""
     return str(int(value)) if value == int(value) else repr(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,31 +16,26 @@ from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import cut, nearest
-from mpbridge.common.formats import DType, dtype
+from mpbridge.common.formats import dtype
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.interop.stacks.optimizers import Setting, Trained, settings
-from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, stray
+from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, state_word, stray
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, RELEASES, SINCE_017
 
 NAME = "megatron-lm"
 VERSIONS = dict(one.megatron_lm for one in RELEASES if one.megatron_lm)
 """Supported versions; the first belongs to the released megatron-core."""
-DEFAULT_VERSION = [*VERSIONS][-1]
-
 CORE = {one.megatron_lm[0]: one.version for one in RELEASES if one.megatron_lm}
 """Version -> its megatron-core."""
 
 
 @functools.cache
-def options(version: str = DEFAULT_VERSION) -> Mapping[str, Any]:
+def options(version: str = [*VERSIONS][-1]) -> Mapping[str, Any]:
     """option -> how many values it takes (an int, '+' or '*'); scripts/evidence/stacks/megatron_lm.py writes the file from the parser."""
-    text = (Path(__file__).parent / "data" / "megatron_lm.json").read_text(encoding="utf-8")
-    data = json.loads(text)
-    found: dict[str, Any] = data["options"]
-    older = data["older"].get(version)
-    if older is not None:
-        lacks = frozenset(older["lacks"])
-        found = {name: arity for name, arity in found.items() if name not in lacks} | older["has"]
+    data = json.loads((Path(__file__).parent / "data" / "megatron_lm.json").read_text(encoding="utf-8"))
+    older = data["older"].get(version, {"lacks": (), "has": {}})
+    lacks = frozenset(older["lacks"])
+    found = {name: arity for name, arity in data["options"].items() if name not in lacks} | older["has"]
     # --use-megatron-fsdp had this name before the supported versions
     return MappingProxyType({**found, "--use-custom-fsdp": 0})
 
@@ -71,9 +67,9 @@ SWITCHES: Mapping[str, str] = MappingProxyType({
     "--fp32-residual-connection": "residual", "--attention-softmax-in-fp32": "softmax", "--apply-query-key-layer-scaling": "scaled_by_layer",
     "--fp16-lm-cross-entropy": "fp16_loss", "--is-hybrid-model": "hybrid",
 })  # fmt: skip
-STRATEGIES: Mapping[str, Sharded] = MappingProxyType(
-    {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "everything"}
-)
+STRATEGIES: Mapping[str, Sharded] = {
+    "no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "everything",
+}  # fmt: skip
 """Megatron-FSDP's --data-parallel-sharding-strategy -> what is divided."""
 
 
@@ -144,10 +140,7 @@ def own_settings(version: str) -> Mapping[str, Setting]:
 
 def spelled(value: Any) -> str:
     """A value in its option's spelling: dtypes are fp32, bf16, fp16 and, for moments, fp8."""
-    if not str(value).startswith("torch."):
-        return str(value)
-    found = dtype(str(value))
-    return "fp8" if found is DType.UINT8 else found.short
+    return state_word(dtype(str(value))) if str(value).startswith("torch.") else str(value)
 
 
 def by_dest() -> Mapping[str, str]:
@@ -167,7 +160,7 @@ def parse(words: list[str], version: str) -> Arguments:
         if word.startswith("--") and name in known:
             values, arity = [attached] if equals else list[str](), known[name]
             most = 0 if equals else arity if isinstance(arity, int) else len(words)
-            while words and not _is_option(words[0]) and most > len(values):
+            while words and not _OPTION.match(words[0]) and most > len(values):
                 values.append(words.pop(0))
             _store(given, name, values)
         elif word.startswith("--") or (word.strip() and not word.endswith(".py")):
@@ -182,15 +175,14 @@ def _unknown(word: str, known: Iterable[str]) -> str:
     if not word.startswith("--"):
         return stray(word, known)
     if " " in name:
-        return (
-            f"{cut(name)} (quoted as one word: its parser needs {cut(name.split()[0])} and its value as separate words)"
-        )
+        needed = f"{cut(name.split()[0])} and its value as separate words"
+        return f"{cut(name)} (quoted as one word: its parser needs {needed})"
     near = nearest(name, known, most=1)
     return cut(name) + (f" (nearest: {near[0]})" if near else "")
 
 
-def _is_option(word: str) -> bool:
-    return word.startswith("-") and not word[1:2].isdigit() and len(word) > 1 and word[1] != "."
+_OPTION = re.compile(r"-[^\d.]")
+"""What an option begins with, unlike a negative number."""
 
 
 def _store(given: Arguments, option: str, values: list[str]) -> None:

@@ -12,24 +12,13 @@ from typing import Any
 from mpbridge.common.errors import BadValue, DataError, cut
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks import megatron_lm_arguments as arguments
 from mpbridge.interop.stacks.base import Imported, engine_with
-from mpbridge.interop.stacks.known_keys import PRECISION, imported
 from mpbridge.interop.stacks.meaning import Sharded, described
-from mpbridge.interop.stacks.megatron_lm_arguments import (
-    MODULES_FILE,
-    NAME,
-    STRATEGIES,
-    SWITCHES,
-    VALUES,
-    Arguments,
-    by_dest,
-    own_settings,
-    parse,
-    spelled,
-)
+from mpbridge.interop.stacks.megatron_lm_arguments import MODULES_FILE, NAME, Arguments
 from mpbridge.interop.stacks.megatron_modules import rules_of
 from mpbridge.interop.stacks.optimizers import at_ours
-from mpbridge.interop.stacks.reading import raise_faults
+from mpbridge.interop.stacks.reading import PRECISION, imported, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.scalings import SCALINGS
 
@@ -41,7 +30,7 @@ _WRAPPED = ("fsdp_main_params", "fsdp_main_grads", "fsdp_grad_comm")
 
 def read(words: Iterable[str], *, version: str, rules: Any = None) -> Imported:
     """The meaning of a command line. rules: the data of --te-precision-config-file. Raises BadValue naming every option whose value cannot be read."""
-    given = parse(list(words), version)
+    given = arguments.parse(list(words), version)
     raise_faults(given.read.faults, "these arguments")
     given.values["loss_scale"] = given["loss_scale"] or None  # 0 is a dynamic scale there
     return _meaning(given, rules)
@@ -54,21 +43,18 @@ def read_data(data: Any, *, version: str) -> Imported:
         raise DataError(f"expected a mapping with MODEL_ARGS, found {type(data).__name__}")
     if options_ and not any(str(name).startswith("--") for name in options_):
         some = ", ".join(cut(name) for name in list(options_)[:4])
-        raise DataError(
-            f"no option of Megatron-LM is in it (found {some}): expected MODEL_ARGS, a mapping of options as --bf16: is it another stack's?"
-        )
-    words: list[str] = []
-    for name, value in options_.items():
-        if value is not False and value is not None:
-            words += [str(name)] if value is True else [str(name), str(value)]
+        expected = "MODEL_ARGS, a mapping of options as --bf16: is it another stack's?"
+        raise DataError(f"no option of Megatron-LM is in it (found {some}): expected {expected}")
+    given = {str(name): value for name, value in options_.items() if value is not False and value is not None}
+    words = [word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])]
     return read(words, version=version)
 
 
 def read_values(given: Mapping[str, Any], *, version: str) -> Imported:
     """The meaning of a checkpoint's namespace: Megatron-LM's `args`, by its own names, after validate_args."""
-    names, words, faults = by_dest(), list[str](), list[str]()
+    names, words, faults = arguments.by_dest(), list[str](), list[str]()
     stated = {option for name, option in names.items() if name in given}
-    own = own_settings(version)
+    own = arguments.own_settings(version)
     for name, value in given.items():
         option, setting = names.get(name), at_ours(own, name)
         if setting is not None and setting.option and value is not None:
@@ -76,11 +62,11 @@ def read_values(given: Mapping[str, Any], *, version: str) -> Imported:
             words += setting.flags(value).split(maxsplit=1) if value != setting.default else []
         if option is None or value is None or value is False:
             continue
-        if option in SWITCHES and value is not True:
+        if option in arguments.SWITCHES and value is not True:
             faults.append(f"{name}={cut(repr(value))}: expected True or False")
             continue
-        text = spelled(value)
-        if value is True or text != str(VALUES[option][1]):
+        text = arguments.spelled(value)
+        if value is True or text != str(arguments.VALUES[option][1]):
             words += [option] if value is True else [option, text]
     if given.get("use_layer_wise_distributed_optimizer") is True:  # what validate_args makes of the option
         words += ["--use-distributed-optimizer"]
@@ -95,14 +81,13 @@ def _meaning(given: Arguments, rules: Any) -> Imported:
     read_, trained = given.read, given.trained
     read_.note_rows(*_notes(given), *trained.notes("--optimizer"))
     fields = _fields(given) | _modules(given, rules)
-    engine = DEFAULT
-    if given.on("megatron_fsdp", "fsdp2"):
-        engine = engine_with("wrapper" if given.on("megatron_fsdp") else "optimizer")
-    sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if trained.divided else "nothing"
+    sharded: Sharded = "optimizer" if trained.divided else "nothing"
+    engine = kind = DEFAULT
     if given.on("megatron_fsdp"):
-        sharded = STRATEGIES[given.strategy]
-    # under torch's FSDP2 it keeps its layout: 16-bit parameters and FP32 main weights
-    kind = engine if given.on("megatron_fsdp") else DEFAULT
+        engine, sharded = engine_with("wrapper"), arguments.STRATEGIES[given.strategy]
+        kind = engine
+    elif given.on("fsdp2"):  # under which it keeps its layout: 16-bit parameters and FP32 main weights
+        engine, sharded = engine_with("optimizer"), "everything"
     meaning = described(fields, read_.notes["contradicts"], engine=kind, sharded=sharded)
     precise = [one for one in given.other if PRECISION.search(one.replace("-", "_"))]
     read_.notes["assumed"] += [f"{one}: concerns precision, but decides nothing that is read here" for one in precise]
@@ -116,23 +101,19 @@ def _meaning(given: Arguments, rules: Any) -> Imported:
 
 def _modules(given: Arguments, rules: Any) -> dict[str, Any]:
     """`modules` by the file that the arguments name; what is undecided is noted."""
-    told = f"{MODULES_FILE} {cut(given['modules_file'])}"
-    if given["modules_file"] is not None and rules is None:
-        text = f"{told}: rules by module are in that file: put it where the script, or --args, names it"
-        given.read.note("undecided", text)
-    if rules is None:
-        return {}
+    file, made = given["modules_file"], {}
+    if file is not None and rules is None:
+        text = "rules by module are in that file: put it where the script, or --args, names it"
+        given.read.note("undecided", f"{MODULES_FILE} {cut(file)}: {text}")
     try:
-        made = rules_of(rules, base=given.base, outside=not (given["fp8"] or given["fp4"]))
+        made = {} if rules is None else rules_of(rules, base=given.base, outside=not (given["fp8"] or given["fp4"]))
     except BadValue as error:
-        given.read.note("undecided", f"{told}: {error}")
-        return {}
+        given.read.note("undecided", f"{MODULES_FILE} {cut(file)}: {error}")
     return {"modules": made} if made else {}
 
 
 def _fields(given: Arguments) -> dict[str, Any]:
-    fields: dict[str, Any] = {given.base: True, "grad_reduce_in_fp32": _reduces_in_fp32(given)}
-    fields |= _quantized(given)
+    fields = {given.base: True, "grad_reduce_in_fp32": _reduces_in_fp32(given)} | _quantized(given)
     if given.on("fp16") or given["loss_scale"] is not None:
         defaults = MixedPrecisionConfig.__dataclass_fields__
         fields |= {name: given[name] for name in ("loss_scale", *_SCALE) if given[name] != defaults[name].default}
@@ -141,16 +122,13 @@ def _fields(given: Arguments) -> dict[str, Any]:
     # Transformer Engine's attention does not read it; the local implementation's does, and no flag means off, where megatron-core's class has it on
     narrow = given["transformer_impl"] == "local" and given.base != "fp32" and not wide
     model = {
-        "fp32_residual_connection": True if given.on("residual") else None,
-        "attention_softmax_in_fp32": False if narrow else None,
-        "moe_router_dtype": given["router"],
-        "logit_dtype": given["logits"],
-    }
+        "fp32_residual_connection": True if given.on("residual") else None, "attention_softmax_in_fp32": False if narrow else None,
+        "moe_router_dtype": given["router"], "logit_dtype": given["logits"],
+    }  # fmt: skip
     return fields | {name: value for name, value in model.items() if value is not None}
 
 
 def _states(given: Arguments) -> dict[str, Any]:
-    """The states that the optimizer or the sharding wrapper keeps."""
     fields: dict[str, Any] = {}
     if given.on("aware"):
         fields["use_precision_aware_optimizer"] = True
@@ -250,7 +228,7 @@ def _in_force(given: Arguments) -> Iterator[str]:
         (("first", "last"), (given["fp8"] or given["fp4"]) and on("edges")), (_STATES, on("aware")), (_WRAPPED, on("megatron_fsdp") and given.dtypes),
     )  # fmt: skip
     asked = {name for names, applies in read_beside if applies for name in names} - said
-    for option, (name, _) in VALUES.items():
+    for option, (name, _) in arguments.VALUES.items():
         value = given[name]
         if name in asked:  # whole numbers as they are typed
             yield f"{option} {say(int(value) if isinstance(value, float) and value.is_integer() else value)}"

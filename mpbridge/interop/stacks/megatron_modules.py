@@ -28,6 +28,10 @@ def softmax_of(request: Request, *, core: str) -> bool:
     return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if stated is None else stated)
 
 
+_OF_THE_FILE = ("format", "scaling", "factory", "options")
+"""What a rule of the file says of a quantization."""
+
+
 def regions_said(request: Request, *, core: str) -> Iterator[Region]:
     """The policy's regions as flags and file express them: attention in 16 bits, and a rule of the file is a scaling and a format."""
     new, depth = SINCE_017.holds(core), _depth(request)
@@ -37,16 +41,18 @@ def regions_said(request: Request, *, core: str) -> Iterator[Region]:
             if request.policy.quant is not None or depth is not None:
                 yield region
         elif _sayable(request, region, core):
-            yield dataclasses.replace(region, quant=region.quant and _of_the_file(region.quant, new=new))
+            own = region.quant
+            stored = own is not None and own.stored and new
+            said = own and Quant(**{name: getattr(own, name) for name in _OF_THE_FILE}, stored=stored)
+            yield dataclasses.replace(region, quant=said)
     quant = in_core(request.policy.quant, request, core)
     yield Region(quant=quant and dataclasses.replace(quant, attention="none"))
 
 
 def in_core(quant: Quant | None, request: Request, core: str) -> Quant | None:
     """The rule if megatron-core can express it and would follow it, else None."""
-    return (
-        quant if quant is not None and quant.row.core and not (quant.bits == 4 and never_fp4(request, core)) else None
-    )
+    follows = quant is not None and quant.row.core and not (quant.bits == 4 and never_fp4(request, core))
+    return quant if follows else None
 
 
 def never_fp4(request: Request, core: str) -> bool:
@@ -60,21 +66,9 @@ def _depth(request: Request) -> int | None:
 
 def _sayable(request: Request, region: Region, core: str) -> bool:
     """Whether the file can express a rule: one for all three GEMMs, with existing linears and known layer numbers."""
-    if region in request.unnamed:
-        return False
-    depth = _depth(request)
     known = region.quant is None or in_core(region.quant, request, core) is not None
-    return known and region.gemms is None and (depth is not None or all(min(span) >= 0 for span in region.layers or ()))
-
-
-def _of_the_file(quant: Quant, *, new: bool) -> Quant:
-    said = Quant(format=quant.format, scaling=quant.scaling, factory=quant.factory, options=quant.options)
-    return dataclasses.replace(said, stored=quant.stored and new)
-
-
-def rules_there(request: Request) -> bool:
-    """Whether a rule under `modules` matches megatron-core's linears, so that the file is needed."""
-    return any(region not in request.unnamed for region in request.policy.module_regions)
+    numbered = _depth(request) is not None or all(min(span) >= 0 for span in region.layers or ())
+    return region not in request.unnamed and known and region.gemms is None and numbered
 
 
 def reasons(request: Request, core: str) -> Mapping[str, str]:
@@ -97,15 +91,15 @@ def rules_file(request: Request, *, core: str) -> str:
     if depth is not None:
         kept = tuple(region for region in regions if region.ends or _sayable(request, region, core))
         return yaml.safe_dump(as_dict(ModuleRules(regions=kept), range(depth), depth, core=core), sort_keys=False)
-    configs: dict[str, Any] = {}
-    matchers: dict[str, Any] = {}
-    for index, region in enumerate(request.policy.module_regions):
-        if not _sayable(request, region, core):
-            continue
-        name = f"rule_{index}"
-        configs[name] = params(region.quant, outside=request.policy.quant is None, core=core)
-        for number, pattern in enumerate(_patterns(region)):
-            matchers[f"{name}_{number}"] = {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
+    numbered = {f"rule_{index}": region for index, region in enumerate(request.policy.module_regions)}
+    said = {name: region for name, region in numbered.items() if _sayable(request, region, core)}
+    outside = request.policy.quant is None
+    configs = {name: params(region.quant, outside=outside, core=core) for name, region in said.items()}
+    matchers = {
+        f"{name}_{number}": {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
+        for name, region in said.items()
+        for number, pattern in enumerate(_patterns(region))
+    }
     return yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
 
 
@@ -118,12 +112,10 @@ def _patterns(region: Region) -> Iterator[str]:
 
 
 _LAYER = re.compile(r"\*?(?:decoder\.)?layers\.(\d+)\.(.+)")
-_READ = frozenset(
-    {
-        "fp8_quantization_recipe", "fp4_quantization_recipe", "fp8_format", "custom_recipe_factory", "fp8_param", "fp4_param",
-        "override_nonquantized_autocast", "override_quantized_autocast",
-    }
-)  # fmt: skip
+_READ = frozenset({
+    "fp8_quantization_recipe", "fp4_quantization_recipe", "fp8_format", "custom_recipe_factory", "fp8_param", "fp4_param",
+    "override_nonquantized_autocast", "override_quantized_autocast",
+})  # fmt: skip
 
 
 def rules_of(data: Any, *, base: str, outside: bool) -> dict[str, Any]:

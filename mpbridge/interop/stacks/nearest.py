@@ -23,9 +23,7 @@ from mpbridge.precision.policy import PrecisionPolicy, own_main
 from mpbridge.precision.registry import describe, get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 
-_KIND: Mapping[str, int] = MappingProxyType(
-    {"fp8": 4, "fp8_recipe": 8, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4, "params_dtype": 2}
-)
+_KIND: Mapping[str, int] = {"fp8": 4, "fp8_recipe": 8, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4, "params_dtype": 2}
 """Settings that define a recipe's kind, a scaling's name most of all: 'the delayed recipe with five changes' is a better answer than 'blockwise, but delayed'."""
 
 
@@ -78,23 +76,23 @@ def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning
 def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[str, tuple[str, str]]:
     """row -> (there, here) for every fact in which the recipe, on its engine, differs from the settings."""
     if told.recipe is None:
-        return MappingProxyType({})
+        return {}
     policy = resolve(get_mixed_precision_config(told.recipe).derive(**told.overrides))
-    mine = _beside(of_policy(policy, engine=engine, sharded=meaning.sharded), meaning)
+    mine = _as_beside(policy, engine, meaning)
     # what a stack leaves to the model is not a promise
     left = [name for name in OPEN if getattr(meaning, name) is None]
-    return MappingProxyType({row: pair for row, pair in differences(meaning, mine).items() if row not in left})
+    return {row: pair for row, pair in differences(meaning, mine).items() if row not in left}
 
 
-def _beside(mine: Meaning, meaning: Meaning) -> Meaning:
-    """`mine` under the optimizer of the other: a recipe states the dtypes of moments, not which there are."""
-    return dataclasses.replace(mine, optimizer=meaning.optimizer)
+def _as_beside(policy: PrecisionPolicy, engine: str, meaning: Meaning) -> Meaning:
+    """A policy divided, and under the optimizer, as the other: a recipe states the dtypes of moments, not which there are."""
+    return dataclasses.replace(of_policy(policy, engine=engine, sharded=meaning.sharded), optimizer=meaning.optimizer)
 
 
 def _means(name: str, engine: str, meaning: Meaning, wanted: PrecisionPolicy) -> bool:
     try:
         policy = resolve(get_mixed_precision_config(name))
-        mine = _beside(of_policy(policy, engine=engine, sharded=meaning.sharded), meaning)
+        mine = _as_beside(policy, engine, meaning)
     except MpbridgeError:  # a third-party recipe that does not load
         return False
     # a recipe whose parameters are their own main weights never matches one with separate ones, even if a sharded optimizer would
@@ -161,9 +159,8 @@ def _errors(config: MixedPrecisionConfig, engine: str, trains: Mapping[str, Any]
     divides = traits(engine).main_weights != "optimizer" and (policy.stored or not policy.narrow_alone)
     named = str(trains.get("optimizer") or "adam")
     alone = named in BESIDE_ADAM and not policy.stored
-    optimizer = OptimizerFacts(
-        distributed=divides and not alone, name=updater(named, policy.settled(), traits(engine)), settings=trains
-    )
+    name = updater(named, policy.settled(), traits(engine))
+    optimizer = OptimizerFacts(distributed=divides and not alone, name=name, settings=trains)
     run = RunFacts(
         shape=_SHAPE, parallel=Parallel(world_size=8), engine=engine, optimizer=optimizer, versions=_VERSIONS, global_batch_size=8,
         ddp={"reuse_grad_buf_for_mxfp8_param_ag": policy.reuse_grad_buffer},

@@ -83,9 +83,7 @@ def optimizer_named(name: str, *, momentum: bool = False) -> Optimizer:
     found = next((states for pattern, states in _KNOWN.items() if re.fullmatch(pattern, word)), None)
     if found is None:
         return Optimizer(name=cut(name), note=_UNKNOWN)
-    if found.name in _WITH_MOMENTUM:
-        return dataclasses.replace(found, exp_avg=momentum)
-    return found
+    return dataclasses.replace(found, exp_avg=momentum) if found.name in _WITH_MOMENTUM else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +113,6 @@ class Setting:
         """A value as the stack writes it."""
         return self.flags(value) or f"no {self.option}" if self.option else f"optimizer.{self.name}={say(value)}"
 
-    def read(self, text: str) -> Any:
-        """The value of an option's word. Raises ValueError for what is not a number."""
-        return type(self.default)(text)
-
     @property
     def ours(self) -> str:
         """Its name in the megatron-core that is installed here; '' if that has none, or if rules, memory and audit know no other value than its default
@@ -143,12 +137,9 @@ def spellings(name: str) -> tuple[str, ...]:
 def settings(core: str) -> Mapping[str, Setting]:
     """Field -> its Setting in a megatron-core."""
     known = {name: one for name, one in records("optimizer", version=core).items() if name.startswith(OWN_SETTINGS)}
-    return MappingProxyType(
-        {
-            name: Setting(name=name, default=one["default"], words=tuple(WORDS.get(name, ())))
-            for name, one in known.items()
-        }
-    )
+    words = {name: tuple(WORDS.get(name, ())) for name in known}
+    made = {name: Setting(name=name, default=one["default"], words=words[name]) for name, one in known.items()}
+    return MappingProxyType(made)
 
 
 def at_ours(there: Mapping[str, Setting], name: str) -> Setting | None:

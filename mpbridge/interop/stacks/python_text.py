@@ -42,8 +42,6 @@ _COPIES = frozenset({"copy.copy", "copy.deepcopy", "copy.replace", "dataclasses.
 
 
 class _Returned(Exception):
-    """Ends a function."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -86,7 +84,6 @@ class Reading:
         return None
 
     def _find(self, name: str, module: Module) -> Any:
-        """The meaning of a name in a file."""
         if name in module.functions:
             return SourceFunction(module.functions[name], module)
         if name in module.constants:
@@ -310,8 +307,8 @@ class Reading:
 def _is_instance(value: Any, kind: Any, text: str) -> Any:
     """isinstance() of plain data or an object against builtin types or the class that created it."""
     asked = kind.last if isinstance(kind, Dotted) else ""
-    plain = {"str": str, "bool": bool, "int": int, "float": float, "list": list, "dict": dict}.get(asked)
+    plain = getattr(builtins, asked) if asked in ("str", "bool", "int", "float", "list", "dict") else None
     if plain is not None and is_known(value):
         return isinstance(value, plain)
     same = isinstance(value, SourceObject) and is_known(value) and asked == value.callee.rpartition(".")[2]
-    return True if same else Unknown(text)
+    return same or Unknown(text)

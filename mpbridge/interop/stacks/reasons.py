@@ -130,9 +130,7 @@ def reasons(stack: str, theirs: Meaning) -> dict[str, str]:
     return {row: text for row, text in found.items() if text}
 
 
-_ROUNDED = (
-    "compute", "autocast", "wire", "accumulator", "exp_avg", "exp_avg_sq", "output", "pipeline", "logits", "router",
-)  # fmt: skip
+_ROUNDED = ("compute", "autocast", "wire", "accumulator", "exp_avg", "exp_avg_sq", "output", "pipeline", "logits", "router")  # fmt: skip
 """Rows whose dtype rounds the values that pass through."""
 _SENT = {"wire": "gradients on the wire", "pipeline": "activations between stages"}
 """Rows whose dtype decides how much is sent."""
@@ -225,12 +223,10 @@ _FOLDERS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "deepspeed": ("zero_to_fp32.py and save_pretrained", "from_pretrained"),
 })  # fmt: skip
 """Stack -> how its weights are exported to a Hugging Face folder, and how it loads such a folder."""
-_MEGATRON_WAYS: Mapping[str, str] = MappingProxyType(
-    {
-        "megatron-bridge": "Bridge can read Megatron-LM's, using the arguments stored in it; which optimizer states its loader restores is not verified",
-        "megatron-lm": "Whether Megatron-LM's loader accepts Bridge's is not verified",
-    }
-)
+_MEGATRON_WAYS: Mapping[str, str] = MappingProxyType({
+    "megatron-bridge": "Bridge can read Megatron-LM's, using the arguments stored in it; which optimizer states its loader restores is not verified",
+    "megatron-lm": "Whether Megatron-LM's loader accepts Bridge's is not verified",
+})  # fmt: skip
 """Bridge: training/checkpointing.py at 067f987d, 'extracting config from legacy Megatron-LM checkpoint'."""
 ALONE = "the weights are kept: moments, loss scale, schedule and the data position are lost"
 
@@ -252,53 +248,38 @@ def handover(a: Setup, b: Setup) -> str:
 
     Formats come first: equal dtypes do not help if B cannot read the format. Formats: docs/stacks/index.md.
     """
-    return f"{_arithmetic(a, b)}. {_way(a, b)}{_rounded(a, b)}"
+    one, other = a.meaning.master, b.meaning.master
+    rounded = f"B updates {other.short} weights, A {one.short} ones: they are rounded, and converting back does not restore them"
+    return ". ".join((_arithmetic(a, b), _way(a, b), *([rounded] if one.bytes > other.bytes else ())))
 
 
 def _arithmetic(a: Setup, b: Setup) -> str:
     if differences(a.meaning, b.meaning):
         other = arithmetic_differs(a.meaning, b.meaning)
         return "They compute differently" if other else "The same arithmetic, with a different layout of tensors"
-    beyond = _beyond(a, b)
+    # what only one of the two says beyond its meaning: what two files of one stack both say is the same
+    both = set(a.unsaid) & set(b.unsaid) if a.stack == b.stack else set()
+    said = [(name, line) for name, one in (("A", a), ("B", b)) for line in one.unsaid if line not in both]
+    beyond = "; ".join(f"{name} has {line}" for name, line in said)
     text = f"What mpbridge can express of both is the same, but not all of it: {beyond}"
     return text if beyond else "They mean the same"
 
 
-def _beyond(a: Setup, b: Setup) -> str:
-    """What only one of the two files says beyond its meaning; what two files of one stack both say is the same."""
-    both = set(a.unsaid) & set(b.unsaid) if a.stack == b.stack else set()
-    sides = (("A", a), ("B", b))
-    return "; ".join(f"{name} has {line}" for name, one in sides for line in one.unsaid if line not in both)
-
-
 def _way(a: Setup, b: Setup) -> str:
+    apart, formats = differences(a.meaning, b.meaning), [traits(one.engine).checkpoints for one in (a, b)]
+    if a.stack == b.stack == OURS and formats[0] != formats[1]:
+        engines = f"Checkpoints of engine {a.engine} cannot be continued with engine {b.engine}"
+        through = f"Through a Hugging Face folder (mpbridge convert), only {ALONE}"
+        return f"{engines}: names and shapes differ. {through}"
     if a.stack == b.stack == OURS:
-        return _here(a, b)
+        judged = "if mpbridge resume-check, which knows the run, allows it"
+        return f"A checkpoint of A can be continued in B {judged if apart else 'unchanged'}"
     if a.stack == b.stack:
-        apart = differences(a.meaning, b.meaning)
         state = "how that loader casts tensors is not verified" if apart else "all dtypes are the same"
         return f"Both are {a.stack}: its own loader decides; {state}"
     if a.stack in _MEGATRON and b.stack in _MEGATRON:
         return f"Both write megatron-core's distributed checkpoints. {_MEGATRON_WAYS[b.stack]}"
-    if a.stack in _MEGATRON and b.stack == OURS and traits(b.engine).checkpoints == "mcore":
-        return f"A's checkpoints cannot be continued in B. checkpoint.load of A's torch_dist folder with --reset-optimizer works, but only {ALONE}"
-    ways = f"{_FOLDERS[a.stack][0]}, then {_FOLDERS[b.stack][1]}"
-    return f"A's checkpoints cannot be continued in B. Through a Hugging Face folder ({ways}), only {ALONE}"
-
-
-def _here(a: Setup, b: Setup) -> str:
-    if traits(a.engine).checkpoints != traits(b.engine).checkpoints:
-        return (
-            f"Checkpoints of engine {a.engine} cannot be continued with engine {b.engine}: names and shapes differ."
-            f" Through a Hugging Face folder (mpbridge convert), only {ALONE}"
-        )
-    if not differences(a.meaning, b.meaning):
-        return "A checkpoint of A can be continued in B unchanged"
-    return "A checkpoint of A can be continued in B if mpbridge resume-check, which knows the run, allows it"
-
-
-def _rounded(a: Setup, b: Setup) -> str:
-    one, other = a.meaning.master, b.meaning.master
-    if one.bytes <= other.bytes:
-        return ""
-    return f". B updates {other.short} weights, A {one.short} ones: they are rounded, and converting back does not restore them"
+    ways = f"Through a Hugging Face folder ({_FOLDERS[a.stack][0]}, then {_FOLDERS[b.stack][1]}), only"
+    if a.stack in _MEGATRON and b.stack == OURS and formats[1] == "mcore":
+        ways = "checkpoint.load of A's torch_dist folder with --reset-optimizer works, but only"
+    return f"A's checkpoints cannot be continued in B. {ways} {ALONE}"

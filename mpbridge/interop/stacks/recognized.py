@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import PurePath
 
 from mpbridge.common.errors import DataError, cut
-from mpbridge.interop.stacks.known_keys import known
 from mpbridge.interop.stacks.megatron_lm_arguments import options
+from mpbridge.interop.stacks.reading import known
 
 LM = "megatron-lm"
 TITLES: Mapping[str, str] = {
@@ -49,9 +49,8 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
     clear = 2 * counts[best] >= len(names) and not several
     if started == "accelerate":
         if not clear:
-            raise DataError(
-                "the options of accelerate launch are not read: pass its file (accelerate config), or the arguments of the program that it starts (--args)"
-            )
+            give = "its file (accelerate config), or the arguments of the program that it starts (--args)"
+            raise DataError(f"the options of accelerate launch are not read: pass {give}")
         decides = [word for word in program if word.startswith("--") and word.strip("-").partition("=")[0] in _DECIDES]
         if decides:
             text = f"accelerate launch {' '.join(decides)}: the launcher shards the model or casts it: pass its file"
@@ -63,9 +62,8 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
             return Recognized(best)
         file = deepspeed_file(words)  # it holds the precision, unless the arguments are clearly another stack's
         where = cut(file) if file else "the file of --deepspeed_config"
-        raise DataError(
-            f"this command starts its program with DeepSpeed, whose settings stand in {where}: pass that file (or name the stack, --from STACK)"
-        )
+        give = "pass that file (or name the stack, --from STACK)"
+        raise DataError(f"this command starts its program with DeepSpeed, whose settings stand in {where}: {give}")
     if started is not None:
         return Recognized(started)
     if clear:
@@ -90,14 +88,18 @@ def started_by(program: Sequence[str]) -> str | None:
 
 def deepspeed_file(words: Sequence[str]) -> str | None:
     """The file of DeepSpeed's settings that some arguments name."""
+    return value_of(words, "--deepspeed_config") or value_of(words, "--deepspeed-config")
+
+
+def value_of(words: Sequence[str], option: str) -> str | None:
+    """The value of an option, in the word behind it or attached to it; None if it is not given, or has none."""
     split = (word.partition("=") for word in words)
     given = dict(pairwise([part for name, equals, value in split for part in ((name, value) if equals else (name,))]))
-    file = given.get("--deepspeed_config") or given.get("--deepspeed-config") or "--"
-    return None if file.startswith("--") else file
+    value = given.get(option) or "--"
+    return None if value.startswith("--") else value
 
 
 def _is_setting(word: str) -> bool:
-    """Whether a word is an option or an override."""
     head, equals, _ = word.lstrip("+~").partition("=")
     return len(word) > 2 and (word.startswith("--") or bool(equals and head.replace(".", "_").isidentifier()))
 

@@ -17,7 +17,8 @@ from mpbridge.common.formats import DType, dtype, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Fragment, Imported, Line, engine_with, updated_by
 from mpbridge.interop.stacks.meaning import Meaning, rows, with_quant
-from mpbridge.interop.stacks.reading import Reader, base_field
+from mpbridge.interop.stacks.optimizers import MOMENTS
+from mpbridge.interop.stacks.reading import Reader, base_field, state_word
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.precision.wording import quant_text
@@ -32,24 +33,21 @@ BY_TORCHAO: Mapping[str, tuple[str, Quant]] = {quant.scaling: (name, quant) for 
 
 
 def torch_meaning(
-    policy: PrecisionPolicy,
-    *,
-    fused_adam: bool = False,
-    wire: DType | None = None,
-    autocast: bool = False,
-    hands_on: bool = False,
-    scaler: LossScale | None = None,
-    regions: tuple[Region, ...] = (Region(),),
-) -> Meaning:
+    policy: PrecisionPolicy, *, fused_adam: bool = False, wire: DType | None = None, autocast: bool = False, hands_on: bool = False,
+    scaler: LossScale | None = None, regions: tuple[Region, ...] = (Region(),),
+) -> Meaning:  # fmt: skip
     """The nearest meaning to `policy` that fully_shard with a MixedPrecisionPolicy and a torch optimizer can express.
 
-    fused_adam: the stack can use Transformer Engine's FusedAdam, with main weights as 16-bit remainders. wire: None: the
-    policy's reduction. autocast: it is always on. hands_on: the stack can set the dtype that a wrapped
-    module returns. scaler: the stack's loss scale. regions: the quantization that it can express. Other facts that a
-    policy states are missing until the stack's module adds them.
+    fused_adam: the stack can use Transformer Engine's FusedAdam, with main weights as 16-bit remainders. wire: None: the policy's reduction. autocast: it
+    is always on. hands_on: the stack can set the dtype that a wrapped module returns. scaler: the stack's loss scale. regions: the quantization that it
+    can express. Other facts that a policy states are missing until the stack's module adds them.
     """
     settled = policy.settled()
-    storage, main = _weights(settled, fused_adam=fused_adam)
+    kept = settled.main_params or DType.FP32
+    # torch's optimizers update what is stored, FusedAdam can keep FP32 beside BF16; a 16-bit copy in another dtype cannot be expressed: FP32 is nearest
+    own, low = kept is settled.params, settled.params is DType.BF16 and kept is DType.FP32
+    beside = fused_adam and settled.precision_aware and low
+    storage, main = kept if own else settled.params if beside else DType.FP32, DType.FP32 if beside else None
     cast = settled.autocast or settled.compute if autocast and settled.mixed else None
     states = (storage, storage) if main is None else (settled.exp_avg or DType.FP32, settled.exp_avg_sq or DType.FP32)
     output = settled.output if hands_on and settled.output is not settled.compute else None
@@ -58,18 +56,6 @@ def torch_meaning(
         wire=wire or settled.reduce, accumulator=storage, exp_avg=states[0], exp_avg_sq=states[1],
         sharded="everything", loss_scale=scaler, regions=regions, output=output, pipeline=output,
     )  # fmt: skip
-
-
-def _weights(settled: PrecisionPolicy, *, fused_adam: bool) -> tuple[DType, DType | None]:
-    """(stored dtype, separate main weights): torch's optimizers update what is stored, FusedAdam can keep FP32 in addition to BF16.
-
-    A 16-bit copy in another dtype than the parameters' cannot be expressed; FP32 is nearest.
-    """
-    main = settled.main_params or DType.FP32
-    if main is settled.params:
-        return main, None
-    beside = fused_adam and settled.precision_aware and settled.params is DType.BF16 and main is DType.FP32
-    return (settled.params, DType.FP32) if beside else (DType.FP32, None)
 
 
 def regions_there(policy: PrecisionPolicy, words: Mapping[str, Quant], *, edges: bool = False) -> tuple[Region, ...]:
@@ -116,24 +102,19 @@ def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:
     """Python source of `quantized(module, name)`: whether a linear belongs to a quantized layer. depth: an expression for the number of layers."""
     first, last = policy.ends or (0, 0)
     return [
-        f"depth = {depth}",
-        "",
-        "def quantized(module, name):",
-        '    """Whether a linear is in a quantized layer; the output layer is not."""',
+        f"depth = {depth}", "",
+        "def quantized(module, name):", '    """Whether a linear is in a quantized layer; the output layer is not."""',
         '    number = name.rpartition("layers.")[2].partition(".")[0]',
-        f"    return isinstance(module, torch.nn.Linear) and number.isdigit() and {first} <= int(number) < depth - {last}",
-        "",
-    ]
+        f"    return isinstance(module, torch.nn.Linear) and number.isdigit() and {first} <= int(number) < depth - {last}", "",
+    ]  # fmt: skip
 
 
 def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:
     """Transformer Engine options that are set only through environment variables; empty if the recipe states none."""
     stated = [(quant.row.option(name), value) for quant in quants for name, value in quant.options]
     said = [option.setting(value) for option, value in stated if option.variable]
-    words = [
-        f"unset {one.removesuffix(' unset')}" if one.endswith(" unset") else f"export {one}"
-        for one in dict.fromkeys(said)
-    ]
+    off = " unset"
+    words = [f"unset {one.removesuffix(off)}" if one.endswith(off) else f"export {one}" for one in dict.fromkeys(said)]
     return (Fragment(name="environment", text="\n".join(words)),) if words else ()
 
 
@@ -155,41 +136,31 @@ def process_wide(quants: Sequence[Quant]) -> tuple[Line, ...]:
     return tuple(found.values())
 
 
-SPELL: Mapping[DType, str] = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}
-
-
 def fields_of(meaning: Meaning, read: Reader) -> dict[str, Any]:
     """MixedPrecisionConfig fields that express `meaning` on one of mpbridge's FSDP engines; what they cannot express is noted."""
-    storage, compute, wire, added = (
-        one.short for one in (meaning.storage, meaning.compute, meaning.wire, meaning.accumulator)
-    )
-    if meaning.storage.bytes < meaning.compute.bytes:
-        read.cannot(f"storage in {storage} with compute in {compute}: storage is narrower than the arithmetic")
+    storage, compute, wire, wide = meaning.storage.short, meaning.compute, meaning.wire, meaning.wire is DType.FP32
+    if meaning.storage.bytes < compute.bytes:
+        read.cannot(f"storage in {storage} with compute in {compute.short}: storage is narrower than the arithmetic")
         return {}
-    fields: dict[str, Any] = {
-        **base_field(meaning.compute),
-        "params_dtype": meaning.storage.short,
-        "grad_reduce_in_fp32": meaning.wire is DType.FP32,
-    }
-    if meaning.main is None and meaning.compute is not DType.FP32:
-        fields["main_params_dtype"] = meaning.storage.short
+    fields = {**base_field(compute), "params_dtype": storage, "grad_reduce_in_fp32": wide}
+    if meaning.main is None and compute is not DType.FP32:
+        fields["main_params_dtype"] = storage
         if meaning.storage is not DType.FP32:
-            fields |= {"exp_avg_dtype": meaning.exp_avg.short, "exp_avg_sq_dtype": meaning.exp_avg_sq.short}
-            fields["main_grads_dtype"] = meaning.storage.short
+            fields |= {f"{name}_dtype": getattr(meaning, name).short for name in MOMENTS}
+            fields |= {} if wide else {"main_grads_dtype": storage}
     elif meaning.main is not None and (meaning.remainders or {meaning.exp_avg, meaning.exp_avg_sq} != {DType.FP32}):
         kept = {"store_param_remainders": meaning.remainders, "main_params_dtype": meaning.main.short}
         fields |= {"use_precision_aware_optimizer": True, **kept}
-        fields |= {"exp_avg_dtype": _state(meaning.exp_avg), "exp_avg_sq_dtype": _state(meaning.exp_avg_sq)}
-    if fields.get("main_grads_dtype") and meaning.wire is DType.FP32:
-        del fields["main_grads_dtype"]
+        fields |= {f"{name}_dtype": state_word(getattr(meaning, name)) for name in MOMENTS}
     if meaning.output is not None:
         fields["output_dtype"] = meaning.output.short
     if meaning.autocast is not None:
         fields |= {"autocast_enabled": True, "autocast_dtype": meaning.autocast.short}
     fields |= quant_fields(meaning.regions)
     # torch FSDP2 accumulates in the stored dtype
-    apart = meaning.accumulator not in (meaning.wire, meaning.storage)
-    read.cannot(f"gradients are reduced in {wire} and accumulate in {added}", apart)
+    added = meaning.accumulator
+    text = f"gradients are reduced in {wire.short} and accumulate in {added.short}"
+    read.cannot(text, added not in (wire, meaning.storage))
     return fields if meaning.loss_scale is None else fields | scale_fields(meaning.loss_scale)
 
 
@@ -223,10 +194,6 @@ def left_out(names: Any, who: str, read: Reader) -> tuple[int, int] | None:
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 """A layer in a substring filter, with the dot after its number."""
-
-
-def _state(dtype: DType) -> str:
-    return "fp8" if dtype is DType.UINT8 else dtype.short
 
 
 def quant_fields(regions: tuple[Region, ...]) -> dict[str, Any]:
@@ -271,12 +238,8 @@ def commented(stack: str, meaning: Meaning, code: str) -> str:
 
 
 def _set(value: LossScale | Quant) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults."""
-    return {
-        one.name: getattr(value, one.name)
-        for one in dataclasses.fields(value)
-        if getattr(value, one.name) != one.default
-    }
+    said = {one.name: (getattr(value, one.name), one.default) for one in dataclasses.fields(value)}
+    return {name: given for name, (given, default) in said.items() if given != default}
 
 
 def _sum(lines: list[str]) -> int:
@@ -307,9 +270,8 @@ def read_comment(text: str, *, name: str, stack: str | None) -> Imported:
         fields = fields_of(meaning, known)
         rows(meaning)  # raises for values that are of no use
     except (MpbridgeError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        raise DataError(
-            f"{name}: the comment `mpbridge export --to {comment[1]}` in line {at} cannot be read: {cut(error)}"
-        ) from None
+        written = f"the comment `mpbridge export --to {comment[1]}` in line {at}"
+        raise DataError(f"{name}: {written} cannot be read: {cut(error)}") from None
     changed = f"the {many} lines below line {at} were changed since `mpbridge export` wrote them, and are not read: export again"
     undecided = [] if _sum(code) == expected else [changed]
     undecided += [f"line {one}: another export, which is not shown" for one, _ in found if one != at]
@@ -327,9 +289,8 @@ def _commented_meaning(data: dict[str, Any]) -> Meaning:
         raise BadValue(f"unknown: {', '.join(sorted(strange))}")
     said: dict[str, Any] = {name: dtype(value) if name in _DTYPES else value for name, value in data.items()}
     made = None if quant is None else Quant(**{name: _tuples(value) for name, value in quant.items()})
-    numbers: dict[str, Any] = {
-        name: (int if name == "hysteresis" else float)(value) for name, value in (scale or {}).items()
-    }
+    numbers: dict[str, Any] = {name: float(value) for name, value in scale.items()} if scale else {}
+    numbers |= {"hysteresis": int(numbers["hysteresis"])} if "hysteresis" in numbers else {}
     meaning = Meaning(**said, loss_scale=LossScale(**numbers) if scale else None)
     return with_quant(meaning, made, (int(ends[0]), int(ends[1])) if ends else None)
 

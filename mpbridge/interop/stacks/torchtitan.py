@@ -15,26 +15,16 @@ from typing import Any
 
 from mpbridge.common.errors import DataError, brief, cut
 from mpbridge.common.formats import DType
+from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import updated_itself, with_quant
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
-from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults
-from mpbridge.interop.stacks.sharded_torch import (
-    SPELL,
-    TORCHAO,
-    commented,
-    fields_of,
-    left_out,
-    regions_there,
-    torch_meaning,
-)
+from mpbridge.interop.stacks.reading import Reader, imported, options_of, raise_faults, unknown_of
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 
 NAME = "torchtitan"
 VERSIONS = {"main": "b5bcd76c"}
-DEFAULT_VERSION = "main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +59,10 @@ def experts(policy: PrecisionPolicy) -> str:
     """What happens there to the experts of a mixture, if it is not what happens here; '' if it is."""
     quant = policy.quant
     assert quant is not None  # called only for quantized recipes
-    row = CONVERTERS[quant.scaling]
-    if not row.experts:
-        return f"in {policy.compute.short.upper()} there: {row.lacks}"
-    if policy.ends is None:
-        return ""
-    first, last = policy.ends
-    return (
-        f"except in the first {first} and the last {last} layers, in every layer there: {row.experts} selects no layers"
-    )
+    row, (first, last) = CONVERTERS[quant.scaling], policy.ends or (0, 0)
+    text = f"except in the first {first} and the last {last} layers, in every layer there"
+    alone = "" if policy.ends is None else f"{text}: {row.experts} selects no layers"
+    return alone if row.experts else f"in {policy.compute.short.upper()} there: {row.lacks}"
 
 
 def export(request: Request) -> Export:
@@ -85,27 +70,25 @@ def export(request: Request) -> Export:
     policy = request.policy
     lines = []
     if policy.compute is DType.FP16:  # its parser does not accept float16: the nearest dtype is written
-        text = (
-            "training.dtype and mixed_precision_param accept only bfloat16 and float32; nearest: BF16, as written here"
-        )
-        lines.append(Line(fidelity="impossible", fact="fp16", text=text))
+        text = "training.dtype and mixed_precision_param accept only bfloat16 and float32"
+        lines.append(Line(fidelity="impossible", fact="fp16", text=f"{text}; nearest: BF16, as written here"))
         policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
     # mixed_precision_reduce takes float32 only
     quants = {scaling: row.quant for scaling, row in CONVERTERS.items()}
-    theirs = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, quants, edges=True))
+    theirs = native.torch_meaning(policy, wire=DType.FP32, regions=native.regions_there(policy, quants, edges=True))
     theirs = dataclasses.replace(theirs, router=DType.FP32)
     moments = policy.settled()
     low = DType.BF16 in (moments.exp_avg, moments.exp_avg_sq) and theirs.storage is DType.FP32
     if low:
         theirs = dataclasses.replace(theirs, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
-    words = [f"--training.dtype {SPELL[theirs.storage]}", f"--training.mixed_precision_param {SPELL[theirs.compute]}"]
+    words = [f"--training.dtype {theirs.storage.value}", f"--training.mixed_precision_param {theirs.compute.value}"]
     words += ["--training.mixed_precision_reduce float32"]
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if theirs.regions[-1].quant is not None:
         if policy.ends is not None and CONVERTERS[theirs.regions[-1].quant.scaling].experts:
             theirs = dataclasses.replace(theirs, note=f"experts: {experts(policy)}")
-        pieces.append(Fragment(name="config_registry.py", text=commented(NAME, theirs, _python(policy))))
+        pieces.append(Fragment(name="config_registry.py", text=native.commented(NAME, theirs, _python(policy))))
     return exported(request, NAME, theirs, pieces, lines)
 
 
@@ -144,15 +127,10 @@ def _chosen(quant: Quant, ends: tuple[int, int] | None) -> list[str]:
     return [f"fqns=[{covered}]"]
 
 
-_OLD = ("float8", "mx", "quantize", "model.converters")
-"""Sections of TOML files before converters moved into Python."""
-
-
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `--section.key value` arguments, including `--config NAME`. Raises BadValue for stray words."""
-    faults: list[str] = []
     data, strays = options_of(words)
-    faults += [f"{brief(word)} is not an option: expected --section.key VALUE" for word in strays]
+    faults = [f"{brief(word)} is not an option: expected --section.key VALUE" for word in strays]
     faults += [f"--{name} has no value" for name in ("config", *_WORDS) if data.get(name) is True]
     raise_faults(faults, "these arguments of torchtitan")
     return read_data(data, version=version)
@@ -162,10 +140,8 @@ def read_data(data: Any, *, version: str) -> Imported:
     """The settings' meaning under FSDP2. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     read_ = Reader.of(data, "a torchtitan configuration")
     quant = _quant(read_)
-    ends = _filtered(read_) if quant is not None else None
-    return _found(
-        read_, version, quant, ends, read_.at("optimizer.name"), "optimizer.name"
-    )  # of versions before its groups
+    ends, name = _filtered(read_) if quant is not None else None, "optimizer.name"  # of versions before its groups
+    return _found(read_, version, quant, ends, read_.at(name), name)
 
 
 def _found(read_: Reader, version: str, quant: Quant | None, ends: tuple[int, int] | None, optimizer: Any, where: str) -> Imported:  # fmt: skip
@@ -181,12 +157,10 @@ def _found(read_: Reader, version: str, quant: Quant | None, ends: tuple[int, in
         ("contradicts", reduce is not DType.FP32, f"training.mixed_precision_reduce={reduce.value}: its parser takes float32 only"),
         ("cannot_express", states is not storage, "both moments in BF16 with FP32 parameters: its own optimizer, on CUDA"),
     )  # fmt: skip
-    meaning = updated_itself(
-        storage, compute, DType.FP32, exp_avg=states, exp_avg_sq=states, sharded="nothing" if whole else "everything"
-    )
+    sharded = "nothing" if whole else "everything"
+    meaning = updated_itself(storage, compute, DType.FP32, exp_avg=states, exp_avg_sq=states, sharded=sharded)
     meaning = with_quant(meaning, quant, ends)
-    engine = engine_with("optimizer")
-    fields = fields_of(meaning, read_)
+    fields, engine = native.fields_of(meaning, read_), engine_with("optimizer")
     return imported(read_, NAME, version, meaning, fields, engine=engine, optimizer=optimizer, where=where)
 
 
@@ -208,7 +182,8 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         raise DataError(f"{name}: no Trainer.Config can be determined from its text")
     not_known: list[str] = []
     read_ = Reader({})
-    for section, wanted in (("training", _TRAINING), ("optimizer", ("implementation",))):
+    for section in ("training", "optimizer"):
+        wanted = [path.partition(".")[2] for path in _WORDS if path.startswith(f"{section}.")]
         value = made.attributes.get(section)
         inside = value.attributes if isinstance(value, SourceObject) else {}
         read_.notes["unknown"] += unknown_of(NAME, section, inside)
@@ -224,15 +199,12 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
 
 
 def _updater(optimizer: Any) -> str | None:
-    """The optimizer of its param_groups: of several the one that is not Adam, since that one updates the matrices. None: the text tells none."""
+    """Of its param_groups the optimizer that is not Adam, since that one updates the matrices. None: the text tells none."""
     groups = optimizer.attributes.get("param_groups") if isinstance(optimizer, SourceObject) else None
     listed = groups if isinstance(groups, list) else []
     said = [one.attributes.get("optimizer_name") for one in listed if isinstance(one, SourceObject)]
     names = sorted((name for name in said if isinstance(name, str)), key=lambda name: name.startswith("Adam"))
     return names[0] if names else None
-
-
-_TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
 
 
 def _converted(converters: list[Any], read: Reader) -> Quant | None:
@@ -262,33 +234,28 @@ def _converted(converters: list[Any], read: Reader) -> Quant | None:
 
 
 def _covers_gate(said: Mapping[str, Any]) -> bool:
-    """Whether a converter's substrings choose the router's gate."""
-    covered, left = (
-        [one for one in given if isinstance(one, str)] if isinstance(given, list) else given
-        for given in map(said.get, ("fqns", "filter_fqns"))
-    )
-    name = f"layers.0.moe.{GATE}"
-    if covered:
-        return isinstance(covered, list) and any(one in name for one in covered)
-    return not (isinstance(left, list) and any(one in name for one in left))
+    covered, left = said.get("fqns"), said.get("filter_fqns")
 
+    def named(given: Any) -> bool:
+        words = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        return any(one in f"layers.0.moe.{GATE}" for one in words)
 
-def _every_linear(covered: Any) -> bool:
-    """Whether substrings choose every linear of a layer: 'layers', or torchtitan.PARTS, also in the wording of its own configurations."""
-    own = [str(one).removesuffix(".w").removeprefix("moe.") for one in covered] if isinstance(covered, list) else []
-    return covered == ["layers"] or sorted(own) == ["attention", "feed_forward", "shared_experts"]
+    return named(covered) if covered else not named(left)
 
 
 def _filters(word: str, said: Mapping[str, Any], read: Reader) -> None:
     """Notes the modules that a converter covers; mpbridge covers the linears of the layers."""
     covered, left = said.get("fqns"), said.get("filter_fqns")
     computed = isinstance(covered, (Unknown, SourceObject))
-    names = ", ".join(map(str, covered if isinstance(covered, list) else [covered]))
+    listed = [str(one) for one in covered] if isinstance(covered, list) else [str(covered)]
+    # every linear of a layer: 'layers', or PARTS, also in the wording of torchtitan's own configurations
+    own = sorted(one.removesuffix(".w").removeprefix("moe.") for one in listed)
+    every = covered == ["layers"] or own == ["attention", "feed_forward", "shared_experts"]
     others = [str(one) for one in left or [] if one not in ("lm_head", GATE)] if isinstance(left, list) else []
     read.note_rows(
         ("cannot_express", said.get("emulate") is True, f"{word}: emulate=True computes torchao's tensorwise default regardless of its recipe"),
         ("cannot_express", computed, f"{word}: {_TAIL}"),
-        ("cannot_express", not computed and covered and not _every_linear(covered), f"{word}: only linears whose names contain {names}"),
+        ("cannot_express", not computed and covered and not every, f"{word}: only linears whose names contain {', '.join(listed)}"),
         ("cannot_express", not covered and (not isinstance(left, list) or "lm_head" not in left),
          f"{word}: the output layer (lm_head) is quantized too; here it never is"),
         ("cannot_express", others, f"{word}: left out by substring: {', '.join(others)}"),
@@ -296,6 +263,7 @@ def _filters(word: str, said: Mapping[str, Any], read: Reader) -> None:
 
 
 _TAIL = "a fraction of the last layers stays in BF16; set the model's depth and num_layers_at_end_in_bf16"
+_FILTERS = ("float8.filter_fqns", "mx.filter_fqns", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")  # fmt: skip
 
 
 def _converters(read_: Reader) -> list[str]:
@@ -315,10 +283,7 @@ def _filtered(read_: Reader) -> tuple[int, int] | None:
     names = [one.strip() for one in said.split(",")] if isinstance(said, str) else said
     # its models call it `output`
     listed = ["lm_head" if one == "output" else one for one in (names if isinstance(names, (list, tuple)) else [])]
-    return left_out(listed, where or "model.converters", read_)
-
-
-_FILTERS = ("float8.filter_fqns", "mx.filter_fqns", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")  # fmt: skip
+    return native.left_out(listed, where or "model.converters", read_)
 
 
 def _quant(read_: Reader) -> Quant | None:
@@ -328,7 +293,7 @@ def _quant(read_: Reader) -> Quant | None:
         read_.cannot(text, one not in ("float8", "mx"))
     word = next((word for word in ("nvfp4", "mxfp8", "float8") if word in name), "")
     word = word or next((found for mark, found in (("mx", "mxfp8"), ("float8", "float8")) if mark in listed), "")
-    for section in () if word else _OLD[:3]:
+    for section in () if word else ("float8", "mx", "quantize"):  # of TOML files before converters moved into Python
         text = f"{section} has no effect without a converter in model.converters"
         read_.note("inert", text, read_.section(section))
     if not word:
@@ -344,5 +309,5 @@ def _quant(read_: Reader) -> Quant | None:
     if listed and recipe == "tensorwise":
         gathers = read_.flag("float8.enable_fsdp_float8_all_gather")
         read_.cannot("float8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage", gathers)
-        return TORCHAO["tensorwise"]
+        return native.TORCHAO["tensorwise"]
     return CONVERTERS["rowwise_gw_hp" if recipe == "rowwise_with_gw_hp" else "rowwise"].quant

@@ -14,14 +14,12 @@ from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
-from mpbridge.interop.stacks.known_keys import imported, known
-from mpbridge.interop.stacks.meaning import Meaning, updated_itself
-from mpbridge.interop.stacks.reading import Reader, options_of, stray
-from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, commented, fields_of, torch_meaning
+from mpbridge.interop.stacks.meaning import updated_itself
+from mpbridge.interop.stacks.reading import Reader, imported, known, options_of, stray
+from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, commented, fields_of, torch_meaning
 
 NAME = "transformers"
 VERSIONS = {"5.23": "5.23.0"}
-DEFAULT_VERSION = "5.23"
 _FSDP1 = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """Strategies that FSDP2 does not have."""
 _LOADERS = (
@@ -30,7 +28,6 @@ _LOADERS = (
 """Keys of programs that load a model by their own rules; LLaMA-Factory's, whose files have the keys of TrainingArguments beside them."""
 _LOADS = frozenset({"dtype", "torch_dtype"})
 """Options of the example scripts, which are read beside TrainingArguments' own."""
-_EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
 
 def export(request: Request) -> Export:
@@ -40,18 +37,15 @@ def export(request: Request) -> Export:
     cast = full.compute if mixed else request.policy.settled().autocast
     sgd = {"optim": "sgd", "optim_args": f"momentum={request.updates.get('sgd_momentum')}"}
     optim = sgd if request.optimizer == "sgd" else {"optim": "adamw_torch"}
-    said = {"dtype": SPELL[full.storage], **optim} | ({} if cast is None else {cast.short: True})
+    said = {"dtype": full.storage.value, **optim} | ({} if cast is None else {cast.short: True})
     theirs = read_data(said, version=request.version).meaning
     given = ['output_dir="out"', *(f'{name}="{value}"' for name, value in optim.items())]
     given += [] if cast is None else [f"{cast.short}=True"]
     lines = [
-        "import torch",
-        "from transformers import AutoModelForCausalLM, TrainingArguments",
-        "",
+        "import torch", "from transformers import AutoModelForCausalLM, TrainingArguments", "",
         "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
-        f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
-        f"arguments = TrainingArguments({', '.join(given)})",
-    ]
+        f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})', f"arguments = TrainingArguments({', '.join(given)})",
+    ]  # fmt: skip
     code = Fragment(name="python", text=commented(NAME, theirs, "\n".join(lines)))
     return exported(request, NAME, theirs, [code])
 
@@ -69,10 +63,8 @@ def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:
     bf16, fp16, cpu = read_.flag("bf16"), read_.flag("fp16"), read_.flag("use_cpu")
     storage, file = read_.dtype("dtype", read_.dtype("torch_dtype")), read_.at("deepspeed")
     version_, whole = _sharded(read_, cpu)
-    theirs = [name for name in _LOADERS if storage is None and read_.at(name)]
-    owned = (
-        not theirs and not {"fsdp", "deepspeed"} & read_.data.keys() and read_.data.keys() - known(NAME)[""] - _LOADS
-    )
+    theirs, names = [name for name in _LOADERS if storage is None and read_.at(name)], read_.data.keys()
+    owned = not theirs and names.isdisjoint({"fsdp", "deepspeed"}) and names - known(NAME)[""] - _LOADS
     read_.note_rows(
         ("undecided", saved and owned, "the launcher of the program that reads this file: accelerate's own file may shard the model and keep main weights (FSDP, DeepSpeed); fsdp: null says that it does not"),
         ("undecided", theirs, f"{', '.join(theirs)}: of the program that reads this file, which chooses what the model is stored in and shards it (dtype=... says the first)"),
@@ -80,15 +72,18 @@ def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:
         ("undecided", storage is None and not theirs and not (version_ and (bf16 or fp16)), "the loading dtype: since version 5 that of the checkpoint, before it float32 (dtype=... says it)"),
         ("inert", cpu and fp16, "fp16: on a CPU (use_cpu) accelerate, which runs the training, silently trains in FP32"),
         ("undecided", file, f"deepspeed={cut(file)} decides: pass that file (--from deepspeed)"),
-        *(("inert", read_.at(name) and read_.flag(name), f"{name}: evaluation only") for name in _EVALUATION),
+        *(("inert", read_.at(name) and read_.flag(name), f"{name}: evaluation only") for name in ("bf16_full_eval", "fp16_full_eval")),
     )  # fmt: skip
     fp16 = fp16 and not cpu
     if not cpu:
         _tf32(read_)
-    base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
-    meaning = _meaning(storage or DType.FP32, base, version_)
-    scale = TORCH_SCALER if fp16 else None
-    meaning = dataclasses.replace(meaning, sharded="nothing" if whole else meaning.sharded, loss_scale=scale)
+    base, stored = DType.BF16 if bf16 else DType.FP16 if fp16 else None, storage or DType.FP32
+    # FSDP upcasts what is stored and reduces in 16 bits, with autocast over FSDP1 alone
+    cast, upcast = base if version_ != 2 else None, base is not None and version_ is not None
+    meaning = updated_itself(
+        DType.FP32 if upcast else stored, base, base if upcast else None, autocast=cast, loss_scale=TORCH_SCALER if fp16 else None,
+        sharded="nothing" if version_ is None or whole else "everything",
+    )  # fmt: skip
     momentum = re.search(r"\bmomentum\s*=\s*([^,\s]+)", read_.text("optim_args"))
     return imported(
         read_, NAME, version, meaning, fields_of(meaning, read_), engine=DEFAULT if version_ is None else engine_with("optimizer"),
@@ -121,19 +116,9 @@ def _sharded(read: Reader, cpu: bool) -> tuple[int | None, bool]:
 
 def _tf32(read: Reader) -> None:
     """Notes TF32 where it is switched on, by its own argument or by torch_compile."""
-    asked = read.at("tf32") is not None
-    compiled = any([read.at("torch_compile_backend"), read.at("torch_compile_mode")])
-    compiled = compiled or (read.at("torch_compile") is not None and read.flag("torch_compile"))
+    asked, named = read.at("tf32") is not None, [read.at("torch_compile_backend"), read.at("torch_compile_mode")]
+    compiled = any(named) or (read.at("torch_compile") is not None and read.flag("torch_compile"))
     effect = "FP32 matrix multiplications run in TF32 on CUDA (10-bit mantissas)"
     read.cannot(f"tf32: {effect}", asked and read.flag("tf32"))
     alone = compiled and not asked and not read.flag("fp16")
     read.cannot(f"torch_compile switches TF32 on: {effect}; tf32=false keeps it off", alone)
-
-
-def _meaning(storage: DType, base: DType | None, fsdp: int | None) -> Meaning:
-    """Without a 16-bit dtype everything is as stored; FSDP upcasts what is stored and reduces in 16 bits, and has autocast over FSDP1 alone."""
-    if base is None:
-        return updated_itself(storage, sharded="nothing" if fsdp is None else "everything")
-    if fsdp is not None:
-        return updated_itself(DType.FP32, base, base, autocast=base if fsdp == 1 else None, sharded="everything")
-    return updated_itself(storage, base, autocast=base)

@@ -27,9 +27,7 @@ class StackWord:
     source: str
 
 
-def _row(
-    words: str, stack: str, where: str, source: str, settings: str | Meaning, version: str | None = None
-) -> StackWord:
+def _row(words: str, stack: str, where: str, source: str, settings: str | Meaning, version: str | None = None) -> StackWord:  # fmt: skip
     """A row. settings: as `import` reads them, arguments or YAML; a meaning, where what decides stands in Python."""
     if isinstance(settings, Meaning):
         meaning = settings

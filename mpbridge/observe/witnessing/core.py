@@ -28,7 +28,7 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.loops import Loop, LoopFacts, LoopRun, Update, neutral, shape_of, together
 from mpbridge.observe.witnessing.plain import FSDP, NOBODY, Owned, copies_of, states
 from mpbridge.observe.witnessing.sharded import first_element
-from mpbridge.settings.read_back import as_mapping
+from mpbridge.settings.schema import as_mapping
 
 
 class CoreLoop(Loop):

@@ -19,13 +19,11 @@ _SCALES = ("mscale", "mscale_all_dim")
 
 def rope_section(fields: ConfigFields, *, latent: bool) -> dict[str, Any]:
     """The model section's settings of rotary embeddings."""
-    own = fields.raw("rope_parameters")
-    scaling = fields.raw("rope_scaling")
+    own, scaling = fields.raw("rope_parameters"), fields.raw("rope_scaling")
     theta = fields.number("rope_theta", 10000.0, least=1.0)
     if own is not None and scaling is not None and _spelled(own) != _spelled(scaling):
-        fields.fault(
-            f"rope_scaling={scaling!r} and rope_parameters={own!r} differ, and transformers uses the first: remove one of them"
-        )
+        both = f"rope_scaling={scaling!r} and rope_parameters={own!r}"
+        fields.fault(f"{both} differ, and transformers uses the first: remove one of them")
     given = own if own is not None else scaling if scaling is not None else {}
     name = "rope_parameters" if own is not None else "rope_scaling"
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
@@ -54,7 +52,6 @@ def _spelled(given: Any) -> Any:
 
 
 def _scaled(kind: str, inner: ConfigFields, *, latent: bool) -> dict[str, Any]:
-    """The settings that scale the frequencies, by rope_type."""
     if kind == "yarn":
         return _latent_yarn(inner) if latent else _yarn(inner)
     # megatron-core multiplies attention scores by a function of this factor, also in plain latent attention
@@ -69,10 +66,11 @@ def _scaled(kind: str, inner: ConfigFields, *, latent: bool) -> dict[str, Any]:
             if found != value:
                 inner.fault(f"{name}={found:g}: expected {value:g}, which megatron-core's rope_scaling has built in")
         return {"rope_scaling": True, "rope_scaling_factor": _factor(inner)}
-    known = "default or yarn" if latent else "default, linear, llama3 or yarn"
-    inner.fault(
-        f"rope_type={kind!r}: expected {known}: for these layers mpbridge maps no other scaling to megatron-core's settings"
+    known, why = (
+        "default or yarn" if latent else "default, linear, llama3 or yarn",
+        "for these layers mpbridge maps no other",
     )
+    inner.fault(f"rope_type={kind!r}: expected {known}: {why} scaling to megatron-core's settings")
     for name in inner.left():  # its factors are not reported as separate faults
         inner.raw(name)
     return plain
@@ -99,9 +97,8 @@ def _scales(inner: ConfigFields, factor: float) -> tuple[float, float] | None:
     usual = 0.1 * math.log(factor) + 1.0
     given = inner.number("attention_factor", usual)
     if given not in (usual, 1.0):
-        inner.fault(
-            f"attention_factor={given}: expected 1, or {usual} (0.1 ln factor + 1): mpbridge maps no other to megatron-core's mscale"
-        )
+        expected = f"expected 1, or {usual} (0.1 ln factor + 1)"
+        inner.fault(f"attention_factor={given}: {expected}: mpbridge maps no other to megatron-core's mscale")
     if inner.has("attention_factor"):  # transformers reads the other two only if it is omitted
         return None if given == usual else (1.0, 1.0)
     return pair if all(pair) else None
@@ -109,10 +106,8 @@ def _scales(inner: ConfigFields, factor: float) -> tuple[float, float] | None:
 
 def _yarn(inner: ConfigFields) -> dict[str, Any]:
     factor = _factor(inner)
-    scales = _scales(inner, factor)
-    out: dict[str, Any] = {f"yarn_{name}": value for name, value in _bounds(inner).items()}
-    out |= {f"yarn_{name}": value for name, value in zip(_SCALES, scales or (None, None), strict=True)}
-    return out | {
+    scales = dict(zip(_SCALES, _scales(inner, factor) or (None, None), strict=True))
+    return {f"yarn_{name}": value for name, value in (_bounds(inner) | scales).items()} | {
         "position_embedding_type": "yarn",
         "yarn_rotary_scaling_factor": factor,
         "yarn_original_max_position_embeddings": inner.size("original_max_position_embeddings"),
@@ -125,9 +120,8 @@ def _latent_yarn(inner: ConfigFields) -> dict[str, Any]:
     inner.must("truncate", (True,), "megatron-core rounds the range of corrected frequencies")
     mscale, whole = inner.number("mscale"), inner.number("mscale_all_dim")
     if whole and not mscale:
-        inner.fault(
-            f"mscale_all_dim={whole:g} without mscale: megatron-core has no setting that matches transformers here"
-        )
+        why = "megatron-core has no setting that matches transformers here"
+        inner.fault(f"mscale_all_dim={whole:g} without mscale: {why}")
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": _factor(inner),
@@ -146,7 +140,13 @@ def rope_fields(model: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
         scaling = {name: model[name] for name in ("original_max_position_embeddings", *_BETAS, *_SCALES)}
         out["rope_scaling"] = {"type": "yarn", "factor": float(model["rotary_scaling_factor"]), **scaling}
     elif model["position_embedding_type"] == "yarn":
-        out["rope_scaling"] = {"rope_type": "yarn", **_dense_yarn_fields(model)}
+        own = {name: model[f"yarn_{name}"] for name in ("original_max_position_embeddings", *_BETAS, *_SCALES)}
+        unsaid = _SCALES if None in (own[name] for name in _SCALES) else ()
+        out["rope_scaling"] = {
+            "rope_type": "yarn", "factor": float(model["yarn_rotary_scaling_factor"]),
+            **{name: value for name, value in own.items() if name not in unsaid},
+            **({} if model["yarn_correction_range_round_to_int"] else {"truncate": False}),
+        }  # fmt: skip
     elif model["rope_scaling"]:
         out["rope_scaling"] = {"rope_type": "llama3", "factor": float(model["rope_scaling_factor"]), **_LLAMA3}
     elif model["seq_len_interpolation_factor"] is not None:
@@ -154,16 +154,6 @@ def rope_fields(model: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
     return out
 
 
-def _dense_yarn_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("original_max_position_embeddings", *_BETAS)
-    out: dict[str, Any] = {"factor": float(model["yarn_rotary_scaling_factor"])}
-    out |= {name: model[f"yarn_{name}"] for name in names}
-    scales = {name: model[f"yarn_{name}"] for name in _SCALES}
-    out |= scales if None not in scales.values() else {}
-    return out if model["yarn_correction_range_round_to_int"] else out | {"truncate": False}
-
-
-# --- hybrids -------------------------------------------------------------------------------------------------------------------------------
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "M": ("linear_attention", "mamba"), "*": ("full_attention", "attention"), "-": ("mlp",), "E": ("moe",),
 }  # fmt: skip
@@ -190,43 +180,23 @@ _OF_EXPERTS = (
 """Fields that transformers also writes for a model without mixtures of experts."""
 
 
-def hybrid_section(fields: ConfigFields, family: Family, positions: int) -> dict[str, Any]:
-    """The model section of a hybrid, without its experts. positions: the maximum sequence length of a family that has none."""
+def hybrid_pattern(fields: ConfigFields) -> str:
+    """A hybrid's pattern of layers; what its other fields say of Mamba layers is checked."""
     for name, (allowed, why) in _FIXED.items():
         fields.must(name, allowed, why)
-    for name in _NO_EFFECT:
-        fields.raw(name)
     pattern = _pattern(fields)
-    for name in () if "E" in pattern else _OF_EXPERTS:
+    for name in (*_NO_EFFECT, *(() if "E" in pattern else _OF_EXPERTS)):
         fields.raw(name)
-    _unlimited(fields)
-    out: dict[str, Any] = {
-        "hybrid_override_pattern": pattern,
-        **{name: fields.size(theirs) for name, theirs in family.sizes.items()},
-        "position_embedding_type": "none",
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": 1e-5,
-        "gated_linear_unit": False,
-        "activation_func": "squared_relu",
-        "add_bias_linear": False,
-        "hidden_dropout": fields.number("hidden_dropout"),
-        "attention_dropout": fields.number("attention_dropout"),
-        "init_method_std": fields.number("initializer_range", 0.02),
-        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings"),
-    }
-    heads, width, expand = out["mamba_num_heads"], out["mamba_head_dim"], fields.raw("expand")
-    if "num_attention_heads" not in out:
-        # no layer has attention, but megatron-core's config has heads
-        out |= {"num_attention_heads": heads, "kv_channels": width, "max_sequence_length": positions}
-        if out["hidden_size"] * expand != heads * width:
-            fields.fault(f"hidden_size times expand={expand} is not {heads} heads of {width} channels")
-    else:
-        fields.must("attention_head_dim", (out["kv_channels"],), "head_dim's older name")
-    return out
+    # from 0 to infinity, which transformers 5 writes as a mapping, because JSON has no such number
+    given = fields.raw("time_step_limit")
+    sides = [one.get("__float__") if isinstance(one, dict) else one for one in given or ()]
+    if given is not None and sides not in ([0.0, math.inf], [0.0, "Infinity"]):
+        fields.fault(f"time_step_limit={given}: expected [0.0, Infinity]: megatron-core does not limit step sizes")
+    return pattern
 
 
 def _pattern(fields: ConfigFields) -> str:
-    """The pattern of layers: as written, from the list of kinds, or Mamba layers alone."""
+    """As written, from the list of kinds, or Mamba layers alone."""
     listed = next((fields.raw(name) for name in ("layers_block_type", "layer_types") if fields.has(name)), None)
     symbols = {kind: symbol for symbol, kinds in _KINDS.items() for kind in kinds}
     if fields.has("hybrid_override_pattern"):
@@ -243,37 +213,16 @@ def _pattern(fields: ConfigFields) -> str:
     return pattern
 
 
-def _unlimited(fields: ConfigFields) -> None:
-    """Step sizes are not limited: from 0 to infinity, which transformers 5 writes as a mapping, because JSON has no such number."""
-    given = fields.raw("time_step_limit")
-    if given is not None and [one.get("__float__") if isinstance(one, dict) else one for one in given] not in (
-        [0.0, math.inf],
-        [0.0, "Infinity"],
-    ):
-        fields.fault(f"time_step_limit={given}: expected [0.0, Infinity]: megatron-core does not limit step sizes")
-
-
 def hybrid_json(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of config.json that hybrids have, from a model section with its defaults filled in."""
-    pattern = model["hybrid_override_pattern"]
-    inner = (model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"]) * model["mamba_head_dim"]
-    derived = {
-        "mamba_num_heads": inner // model["mamba_head_dim"],
-        "num_query_groups": model["num_attention_heads"],
-        "kv_channels": model["hidden_size"] // model["num_attention_heads"],
-        "ffn_hidden_size": 4 * model["hidden_size"],
-    }
+    """The fields of config.json that only hybrids have, from a model section with its defaults filled in."""
+    pattern, hidden = model["hybrid_override_pattern"], model["hidden_size"]
     out: dict[str, Any] = {
-        **{theirs: model[name] or derived.get(name) for name, theirs in family.sizes.items()},
-        "num_hidden_layers": len(pattern),
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-        "use_bias": False,
-        "layer_norm_epsilon": model["layernorm_epsilon"],
-        "residual_in_fp32": bool(model.get("fp32_residual_connection")),
-    }
+        "num_hidden_layers": len(pattern), "conv_kernel": 4, "use_conv_bias": True, "use_bias": False,
+        "layer_norm_epsilon": model["layernorm_epsilon"], "residual_in_fp32": bool(model.get("fp32_residual_connection")),
+    }  # fmt: skip
     if family.name == "mamba2":
-        return out | {"hidden_act": "silu", "expand": inner // model["hidden_size"]}
+        inner = (model["mamba_num_heads"] or 2 * hidden // model["mamba_head_dim"]) * model["mamba_head_dim"]
+        return out | {"hidden_act": "silu", "expand": inner // hidden}
     out |= {
         "hybrid_override_pattern": pattern, "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mlp_hidden_act": "relu2", "mlp_bias": False,
         "attention_bias": False, "attention_dropout": model["attention_dropout"], "hidden_dropout": model["hidden_dropout"],
@@ -281,12 +230,16 @@ def hybrid_json(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if "E" not in pattern:
         return out
     return out | {
-        "n_routed_experts": model["num_moe_experts"],
-        "num_experts_per_tok": model["moe_router_topk"],
-        "moe_intermediate_size": model["moe_ffn_hidden_size"] or model["ffn_hidden_size"] or 4 * model["hidden_size"],
-        "n_shared_experts": 1,
-        "moe_shared_expert_intermediate_size": model["moe_shared_expert_intermediate_size"],
-        "moe_latent_size": model["moe_latent_size"],
+        "n_routed_experts": model["num_moe_experts"], "num_experts_per_tok": model["moe_router_topk"], "n_shared_experts": 1,
+        "moe_intermediate_size": model["moe_ffn_hidden_size"] or model["ffn_hidden_size"] or 4 * hidden,
+        "moe_shared_expert_intermediate_size": model["moe_shared_expert_intermediate_size"], "moe_latent_size": model["moe_latent_size"],
+        **sigmoid_json(model),
+    }  # fmt: skip
+
+
+def sigmoid_json(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a router whose scores are sigmoids, as deepseek_v3 and nemotron_h have it."""
+    return {
         "routed_scaling_factor": model["moe_router_topk_scaling_factor"] or 1.0,
         "n_group": model["moe_router_num_groups"] or 1,
         "topk_group": model["moe_router_group_topk"] or 1,

@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+_SIZES: Mapping[str, str] = MappingProxyType({
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads", "ffn_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size", "max_sequence_length": "max_position_embeddings",
+})  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -40,10 +45,15 @@ class Family:
     """Module of shared experts; '': none."""
     outside: tuple[str, str] = ("model.embed_tokens", "model.norm")
     """The embedding and the last norm; layers stand beside them."""
-    sizes: Mapping[str, str] = field(default_factory=dict)
-    """Of a hybrid with Mamba layers: setting of the model section -> field of config.json."""
+    sizes: Mapping[str, str] = field(default_factory=lambda: _SIZES)
+    """Setting of the model section -> field of config.json."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' values for omitted fields."""
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether it has Mamba layers: a pattern then says which."""
+        return "num_layers" not in self.sizes
 
 
 _EPSILON = MappingProxyType({"rms_norm_eps": 1e-6})
@@ -55,8 +65,6 @@ def _and(**more: Any) -> Mapping[str, Any]:
 
 _MAMBA_NAMES = ("backbone.embeddings", "backbone.norm_f")
 _MAMBA_SIZES = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "mamba_num_groups": "n_groups"}
-
-
 FAMILIES: Mapping[str, Family] = MappingProxyType({
     family.name: family
     for family in (
@@ -99,8 +107,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
 })  # fmt: skip
 """model_type -> its row. Sources: the configuration and modeling modules of transformers 5.23 for the same model_type."""
 
-BOOKKEEPING = frozenset(
-    {
+BOOKKEEPING = frozenset({
         "model_type", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "return_dict", "torchscript",
         "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix",
         "output_router_logits", "output_attentions", "output_hidden_states", "keys_to_ignore_at_inference", "task_specific_params", "problem_type",
@@ -111,8 +118,7 @@ BOOKKEEPING = frozenset(
         "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
         "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
         "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "auto_map", "trust_remote_code",
-    }
-)  # fmt: skip
+})  # fmt: skip
 """Fields that say nothing about what the model computes from its tensors: tokens and generation, housekeeping, parallel layout."""
 LARGEST = 1 << 40
 """Upper bound of any size of a model."""
@@ -147,6 +153,10 @@ class ConfigFields:
         else:
             return value
         return least
+
+    def size_or(self, name: str, default: Any, *, least: int = 1) -> Any:
+        """`size`, or the default where the field is omitted or null."""
+        return self.size(name, least=least) if self.has(name) else default
 
     def number(self, name: str, default: float = 0.0, *, least: float = 0.0) -> float:
         """A finite number from `least`."""

@@ -57,12 +57,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     data = read_json_file(folder / CONFIG)
     if not isinstance(data, dict):
         raise BadValue(f"{folder / CONFIG}: expected an object, got {type(data).__name__}")
-    faults = [
-        f"{name}={_short(data[name])}: it names Python code to run, which mpbridge never does: remove it "
-        "(a model of a known model_type needs none)"
-        for name in ("auto_map", "trust_remote_code")
-        if data.get(name)
-    ]
+    code = [f"{name}={_short(data[name])}" for name in ("auto_map", "trust_remote_code") if data.get(name)]
+    cure = "remove it (a model of a known model_type needs none)"
+    faults = [f"{said}: it names Python code to run, which mpbridge never does: {cure}" for said in code]
     if faults:
         raise Contradiction(faults, subject=f"{folder / CONFIG} is refused")
     return data
@@ -149,25 +146,16 @@ def header(folder: Path, name: str) -> dict[str, FolderTensor]:
 
 def read_json_file(file: Path, *, kind: str = "json") -> Any:
     """The JSON value in `file`, at most as large as files of that kind may be (`common.files.LIMITS`). Raises BadValue that names it."""
-    return _parsed(content_of(file, kind=kind), file)
-
-
-def content_of(file: Path, *, kind: str) -> bytes:
-    """The file's bytes, at most as many as files of that kind may have. Raises BadValue that names it."""
     try:
-        return bytes_of(file, kind=kind)
+        text = bytes_of(file, kind=kind)
     except FileNotFoundError:
         folder = file.parent
-        has = (
-            ", ".join(sorted(one.name for one in folder.iterdir())[:4]) or "nothing"
-            if folder.is_dir()
-            else "it is none"
-        )
-        raise BadValue(
-            f"{folder}: no {file.name} in it (found: {has}), expected a model's folder in Hugging Face's format"
-        ) from None
+        there = sorted(one.name for one in folder.iterdir())[:4] if folder.is_dir() else ["it is none"]
+        found = f"no {file.name} in it (found: {', '.join(there) or 'nothing'})"
+        raise BadValue(f"{folder}: {found}, expected a model's folder in Hugging Face's format") from None
     except OSError as error:
         raise BadValue(f"{file} cannot be read: {why(error)}") from None
+    return _parsed(text, file)
 
 
 def _parsed(text: bytes, file: Path) -> Any:

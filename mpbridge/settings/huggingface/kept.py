@@ -43,10 +43,6 @@ def _tame(pattern: str) -> bool:
     return len(pattern) <= 500 and len(re.findall(r"[*+{]", pattern)) <= 3 and not re.search(r"\)[*+{?]", pattern)
 
 
-def _wildcard(entry: str, module: str) -> bool:
-    return fnmatchcase(module, entry)
-
-
 def _wildcard_below(entry: str, module: str) -> bool:
     return fnmatchcase(module, entry) or _below(entry, module)
 
@@ -55,18 +51,13 @@ def _sglang_modelopt(entry: str, module: str) -> bool:
     """A wildcard of the name or of one of its words; below a module, except for experts; and a latent projection named in any layer means all layers'."""
     if any(fnmatchcase(part, entry) for part in (module, *module.split("."))):
         return True
-    last, own = (
-        entry.rpartition(".")[2],
-        module.rpartition(".")[2].replace("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"),
-    )
-    if last in _LATENT and last in own:
+    last, own = entry.rpartition(".")[2], module.rpartition(".")[2]
+    if last in _LATENT and last in own.replace("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"):
         return True
     return not module.endswith(".experts") and _below(entry, module)
 
 
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-
-
 _MATCHERS: Mapping[tuple[str, str], Matcher] = {
     ("vllm", "modelopt"): _part,
     ("vllm", "fp8"): operator.eq,
@@ -109,31 +100,31 @@ def list_faults(
     if len(loose) * len(modules) > MOST:
         yield "the list", f"has {len(loose)} entries that name no module of the folder: not resolved any further"
         return
+    tame = "valid, at most three repetitions, none of a group"
     for name in loose:
         if name.startswith("re:") and not _tame(name[3:]):
-            yield (
-                name,
-                "is not a regular expression that mpbridge evaluates (valid, at most three repetitions, none of a group): its modules are not decided",
-            )
-        elif not any(_pattern(name, module) or _wildcard_below(name, module) for module in modules):
+            why = f"is not a regular expression that mpbridge evaluates ({tame}): its modules are not decided"
+            yield name, why
+        elif not any(_by_any(name, module) for module in modules):
             yield name, "matches no module of the folder, so an engine keeps nothing in high precision by it"
     for module, low in modules.items():
         if low and module in listed:
             yield module, "is stored quantized, and listed as in high precision"
-        if (
-            not low
-            and module not in listed
-            and not any(_pattern(name, module) or _wildcard_below(name, module) for name in loose)
-        ):
+        if not low and module not in listed and not any(_by_any(name, module) for name in loose):
             yield module, "is stored in high precision, and not listed: an engine builds it quantized"
     for engine in engines:
         yield from _by_engine(engine, names, loose, modules, method)
 
 
+def _by_any(entry: str, module: str) -> bool:
+    return _pattern(entry, module) or _wildcard_below(entry, module)
+
+
 def _by_engine(
     engine: str, names: Sequence[str], loose: Sequence[str], modules: Mapping[str, bool], method: str
 ) -> Iterator[tuple[str, str]]:
-    matcher, listed = _MATCHERS.get((engine, method), _wildcard), set(names)
+    matcher: Matcher = _MATCHERS.get((engine, method), lambda entry, module: fnmatchcase(module, entry))
+    listed = set(names)
     whole: dict[str, list[str]] = {}
     for module in modules:
         whole.setdefault(fused(module), []).append(module)
@@ -144,10 +135,8 @@ def _by_engine(
         looked = [name] if matcher is _sglang_modelopt and name.endswith(".experts") else parts
         hits = [part in listed or any(by_part(entry, part) for entry in loose) for part in looked]
         if len(set(hits)) > 1:
-            yield (
-                name,
-                f"{engine} refuses it: {', '.join(part.rpartition('.')[2] for part, hit in zip(parts, hits, strict=True) if hit)} of it is listed, the rest is not",
-            )
+            some = ", ".join(part.rpartition(".")[2] for part, hit in zip(parts, hits, strict=True) if hit)
+            yield name, f"{engine} refuses it: {some} of it is listed, the rest is not"
             continue
         entry = next((entry for entry in names if matcher(entry, name)), None)
         kept = hits[0] or entry is not None

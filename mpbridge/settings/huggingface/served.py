@@ -65,9 +65,8 @@ class ServedFormat:
 
     def read_by(self, quantized: Iterable[str]) -> tuple[str, ...]:
         """The engines that read a folder with those quantized modules."""
-        return (
-            self.engines if self.experts is None or not any(".experts." in name for name in quantized) else self.experts
-        )
+        every = self.experts is None or not any(".experts." in name for name in quantized)
+        return self.engines if every else self.experts or ()
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Suffix -> (dtype in safetensors' spelling, shape) of the tensors of a linear [rows, columns]."""
@@ -75,26 +74,20 @@ class ServedFormat:
         tall = -(-rows // 128) if self.layout == "blocks" else rows
         wide = -(-columns // self.along) if self.along else 1
         scale = {0: (), 1: (tall,), 2: (tall, wide), 4: (tall, 1, wide, 1)}[self.scale_axes]
-        found = {
-            self.codes: ("U8" if packed else "F8_E4M3", (rows, columns // 2 if packed else columns)),
-            self.scale: (self.scale_dtype, scale),
-        }
+        codes = ("U8", (rows, columns // 2)) if packed else ("F8_E4M3", (rows, columns))
+        found = {self.codes: codes, self.scale: (self.scale_dtype, scale)}
         return found | ({self.second: ("F32", (1,) if self.divides else ())} if packed else {})
 
 
 def _group(format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """compressed-tensors' config with one group for every linear."""
     common = {"symmetric": True, "type": "float"}
-    group: dict[str, Any] = {
-        "targets": ["Linear"],
-        "weights": {**common, "dynamic": False, **weights},
-        "format": format,
-    }
-    group["input_activations"] = None if inputs is None else {**common, "dynamic": True, **inputs}
-    group["output_activations"] = None
-    return {
-        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "config_groups": {"group_0": group},
+    group = {
+        "targets": ["Linear"], "weights": {**common, "dynamic": False, **weights}, "format": format,
+        "input_activations": None if inputs is None else {**common, "dynamic": True, **inputs}, "output_activations": None,
     }  # fmt: skip
+    said = {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed"}
+    return said | {"config_groups": {"group_0": group}}
 
 
 def _algorithm(name: str, size: int | None) -> Mapping[str, Any]:
@@ -197,16 +190,16 @@ class Cast:
 
 def casts(policy: PrecisionPolicy, facts: RunFacts, wanted: Sequence[Mapped]) -> list[Cast]:
     """Every parameter with its rule, in order."""
-    layers = facts.shape.num_layers
-    return [
-        Cast(one, policy.of_path(one.name.removesuffix(".weight"), layers).fprop if one.linear else None)
-        for one in wanted
-    ]
+
+    def rule(one: Mapped) -> Quant | None:
+        return policy.of_path(one.name.removesuffix(".weight"), facts.shape.num_layers).fprop if one.linear else None
+
+    return [Cast(one, rule(one)) for one in wanted]
 
 
 def chosen(method: str, found: Sequence[Cast], facts: RunFacts) -> ServedFormat:
     """The row of `method` that holds the weights. Raises BadValue with every reason why none does, and the methods that do."""
-    scalings = {cast.quant.scaling for cast in found if cast.quant is not None}
+    scalings = _scalings(found)
     rows = [row for row in FORMATS if row.method == method and scalings and scalings <= set(row.scalings)]
     if rows:
         reasons = list(misfits(rows[0], found, facts))
@@ -214,27 +207,25 @@ def chosen(method: str, found: Sequence[Cast], facts: RunFacts) -> ServedFormat:
         reasons = ["the recipe quantizes no weight"]
     else:
         known = dict.fromkeys(name for row in FORMATS if row.method == method for name in row.scalings)
-        reasons = [
-            f"the recipe's scaling is {' and '.join(sorted(scalings))}, and {method} holds one of {', '.join(known)}"
-        ]
+        held = f"{method} holds one of {', '.join(known)}"
+        reasons = [f"the recipe's scaling is {' and '.join(sorted(scalings))}, and {held}"]
     if not reasons:
         return rows[0]
-    others = [row.name for row in fitting(found, facts)]
     shown = reasons[:5] + ([f"and {len(reasons) - 5} more"] if len(reasons) > 5 else [])
-    cure = (
-        f"these weights fit {', '.join(others)}"
-        if others
-        else "no served format holds these weights unchanged: convert without --quantization writes them in high precision"
-    )
+    others = ", ".join(row.name for row in fitting(found, facts))
+    wide = "convert without --quantization writes them in high precision"
+    cure = f"these weights fit {others}" if others else f"no served format holds these weights unchanged: {wide}"
     raise BadValue(f"the weights of training cannot be written as {method}: {'; '.join(shown)} ({cure})")
+
+
+def _scalings(found: Sequence[Cast]) -> set[str]:
+    return {cast.quant.scaling for cast in found if cast.quant is not None}
 
 
 def fitting(found: Sequence[Cast], facts: RunFacts) -> list[ServedFormat]:
     """The formats that hold the codes and scales of training unchanged."""
-    scalings = {cast.quant.scaling for cast in found if cast.quant is not None}
-    return [
-        row for row in FORMATS if scalings and scalings <= set(row.scalings) and not any(misfits(row, found, facts))
-    ]
+    scalings = _scalings(found)
+    return [row for row in FORMATS if scalings and scalings <= {*row.scalings} and not any(misfits(row, found, facts))]
 
 
 def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]) -> str:
@@ -251,26 +242,22 @@ def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]
         found = casts(policy, facts, list(mapped(family_for(model), shape, model)))
     except (KeyError, MpbridgeError) as error:
         return f"not decided: {'no family of Hugging Face models that is written here has ' * isinstance(error, KeyError)}{error}"
-    scalings = {cast.quant.scaling for cast in found if cast.quant is not None}
+    scalings = _scalings(found)
     if not scalings:
         return "high precision: no weight of this model is quantized"
-    rows = fitting(found, facts)
+    rows = ", ".join(row.name for row in fitting(found, facts))
     if rows:
-        return f"{', '.join(row.name for row in rows)}, with the codes and scales of training (mpbridge convert --quantization)"
+        return f"{rows}, with the codes and scales of training (mpbridge convert --quantization)"
     reasons = [next(misfits(row, found, facts)) for row in FORMATS if scalings <= set(row.scalings)]
-    other = (
-        f"{' and '.join(sorted(scalings))} scaling has no served format"
-        if len(scalings) < 2
-        else "no format holds two scalings"
-    )
+    alone = f"{' and '.join(scalings)} scaling has no served format"
+    other = alone if len(scalings) < 2 else "no format holds two scalings"
     return f"no format without quantizing anew: {reasons[0] if reasons else other}"
 
 
 def misfits(row: ServedFormat, found: Sequence[Cast], facts: RunFacts) -> Iterator[str]:
     """Every reason why `row` cannot hold the weights of that run, each once."""
-    yield from dict.fromkeys(
-        reason for cast in found if cast.quant is not None for reason in _misfits(row, cast, facts)
-    )
+    quantized = [(cast.one, cast.quant) for cast in found if cast.quant is not None]
+    yield from dict.fromkeys(reason for one, quant in quantized for reason in _misfits(row, one, quant, facts))
     yield from _apart(row, found)
 
 
@@ -282,31 +269,23 @@ def ranks(one: Mapped, facts: RunFacts) -> int:
     return (parallel.expert_tensor or parallel.tensor) if one.expert else parallel.tensor
 
 
-def _misfits(row: ServedFormat, cast: Cast, facts: RunFacts) -> Iterator[str]:
-    one, quant = cast.one, cast.quant
-    assert quant is not None
+def _misfits(row: ServedFormat, one: Mapped, quant: Quant, facts: RunFacts) -> Iterator[str]:
     below = one.name.removesuffix(".weight").rpartition("layers.")[2].partition(".")[2]
     split = ranks(one, facts)
     if quant.row.history or quant.row.emulation is None:
         yield f"{quant.scaling} scales are not determined by the weights"
         return
-    per_tensor = bool(row.second) or quant.row.per_tensor
+    each = f"{below}: each of {split} tensor-parallel ranks has its own"
     if split > 1 and row.second:
-        yield f"{below}: each of {split} tensor-parallel ranks has its own second-level scale, and the format one per tensor"
-    elif split > 1 and one.split == "row" and (per_tensor or row.layout == "channel"):
-        yield f"{below}: each of {split} tensor-parallel ranks has its own scales for its columns, and the format one per row"
+        yield f"{each} second-level scale, and the format one per tensor"
+    elif split > 1 and one.split == "row" and (quant.row.per_tensor or row.layout == "channel"):
+        yield f"{each} scales for its columns, and the format one per row"
     if row.layout != "blocks":
         return
-    rows, columns = one.shape
-    if one.split == "column":
-        rows //= split
-    elif one.split == "row":
-        columns //= split
-    edge = {
-        "whole": rows if split > 1 and one.split == "column" else 0,
-        "stacked": rows // 2,
-        "qkv": facts.shape.kv_channels,
-    }[one.layout]
+    rows = one.shape[0] // (split if one.split == "column" else 1)
+    columns = one.shape[1] // (split if one.split == "row" else 1)
+    whole = rows if split > 1 and one.split == "column" else 0
+    edge = {"whole": whole, "stacked": rows // 2, "qkv": facts.shape.kv_channels}[one.layout]
     if edge % 128:
         what = {"qkv": f"query, key and value at heads of {edge} rows", "stacked": f"gate and up at {edge} rows"}
         yield f"{below}: blocks of 128 rows span {what.get(one.layout, f'ranks at {edge} rows')}"
@@ -341,12 +320,11 @@ def quantization_config(
 
 def row_of(config: Mapping[str, Any]) -> ServedFormat:
     """The row of a folder's quantization_config. Raises BadValue for one that no row describes."""
-    found = next((row for row in (*FORMATS, *FOREIGN) if _identity(row.config) == _identity(config)), None)
+    rows, here = (*FORMATS, *FOREIGN), _identity(config)
+    found = next((row for row in rows if _identity(row.config) == here), None)
     if found is None:
-        said = " ".join(str(part)[:80] for part in _identity(config) if part)
-        raise BadValue(
-            f"quantization_config says {said or 'nothing known'}: expected one of {', '.join(row.name for row in (*FORMATS, *FOREIGN))}"
-        )
+        said = " ".join(str(part)[:80] for part in here if part) or "nothing known"
+        raise BadValue(f"quantization_config says {said}: expected one of {', '.join(row.name for row in rows)}")
     return found
 
 
@@ -358,13 +336,8 @@ def _identity(config: Mapping[str, Any]) -> tuple[Any, ...]:
     strategy = weights.get("strategy") if isinstance(weights, dict) else None
     algorithm = str(config.get("quant_algo") or "").upper().removeprefix("W4A16_")
     block = config.get("weight_block_size")
-    return (
-        config.get("quant_method"),
-        algorithm,
-        config.get("format"),
-        strategy,
-        tuple(block) if isinstance(block, list) else block,
-    )
+    size = tuple(block) if isinstance(block, list) else block
+    return config.get("quant_method"), algorithm, config.get("format"), strategy, size
 
 
 INPUT_SCALES = ("input_scale", "input_global_scale")
@@ -378,11 +351,8 @@ def scales_are_static(config: Mapping[str, Any]) -> bool:
     groups = config.get("config_groups")
     members = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     inputs = [one for group in members if isinstance(one := group.get("input_activations"), dict)]
-    return (
-        config.get("quant_algo") in ("NVFP4", "FP8")
-        or config.get("activation_scheme") == "static"
-        or any(one.get("dynamic") is not True for one in inputs)
-    )
+    static = config.get("quant_algo") in ("NVFP4", "FP8") or config.get("activation_scheme") == "static"
+    return static or any(one.get("dynamic") is not True for one in inputs)
 
 
 CONTRACT = "contract.json"
@@ -394,6 +364,5 @@ LEGACY = "hf_quant_config.json"
 def legacy_config(row: ServedFormat, kept: Sequence[str]) -> dict[str, Any]:
     """The content of hf_quant_config.json."""
     algorithm = {name: row.config.get(name) for name in ("quant_algo", "group_size") if name in row.config}
-    return {
-        "producer": {"name": "modelopt"}, "quantization": {**algorithm, "kv_cache_quant_algo": None, "exclude_modules": list(kept)},
-    }  # fmt: skip
+    quantization = {**algorithm, "kv_cache_quant_algo": None, "exclude_modules": list(kept)}
+    return {"producer": {"name": "modelopt"}, "quantization": quantization}

@@ -96,8 +96,7 @@ def adapters(one: Mapped, rank: int) -> tuple[Mapped, Mapped]:
 def copies(family: Family, shape: ModelShape) -> dict[str, str]:
     """Tensors that a folder may repeat -> the tensor that they repeat."""
     embedding = f"{family.outside[0]}.weight"
-    found = {"lm_head.weight": embedding} if shape.tied else {}
-    head = embedding if shape.tied else "lm_head.weight"
+    found, head = ({"lm_head.weight": embedding}, embedding) if shape.tied else ({}, "lm_head.weight")
     for depth in range(shape.mtp_layers):
         layer = f"model.layers.{shape.num_layers + depth}."
         found |= {f"{layer}embed_tokens.weight": embedding, f"{layer}shared_head.head.weight": head}
@@ -107,76 +106,45 @@ def copies(family: Family, shape: ModelShape) -> dict[str, str]:
 def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: int, theirs: int) -> Iterator[Mapped]:
     kind = shape.parts(min(layer, shape.num_layers - 1))
     alike = len({shape.parts(i) for i in range(shape.num_layers)}) == 1
+    experts, above, ahead = shape.experts or 0, family.outside[0].partition(".")[0], theirs - shape.num_layers
     weights = layer_weights(
-        shape,
-        tensor=1,
-        expert_tensor=1,
-        local_experts=shape.experts or 0,
-        parts=kind,
-        shared_gate=bool(model.get("moe_shared_expert_gate")),
-        whole_down=True,
-    )
-    stems = (
-        [stem.format(theirs - shape.num_layers) for stem in MTP]
-        if theirs >= shape.num_layers
-        else [DECODER.format(layer)]
-    )
-    stack = (layer, shape.num_layers) if alike and not shape.pattern and theirs < shape.num_layers else None
-    bias = [Weight("mlp.router.expert_bias", (shape.experts or 0,))] if "experts" in kind and shape.expert_bias else []
+        shape, tensor=1, expert_tensor=1, local_experts=experts, parts=kind, shared_gate=bool(model.get("moe_shared_expert_gate")), whole_down=True
+    )  # fmt: skip
+    stems = [stem.format(ahead) for stem in MTP] if ahead >= 0 else [DECODER.format(layer)]
+    stack = (layer, shape.num_layers) if alike and not shape.pattern and ahead < 0 else None
+    bias = [Weight("mlp.router.expert_bias", (experts,))] if "experts" in kind and shape.expert_bias else []
     for weight in (*weights, *bias):
         layout, names = _source(family, weight.path)
         sizes = _sizes(shape, weight, layout)
-        above = family.outside[0].partition(".")[0]
         parts = tuple((f"{above}.layers.{theirs}.{n}", size) for n, size in zip(names, sizes, strict=True))
-        where = tuple(_places(weight.path, stems, stack, shape.experts or 0))
         yield Mapped(
-            stems[0] + weight.path,
-            weight.shape,
-            layout,
-            parts,
-            where,
-            weight in bias,
-            weight.linear,
-            weight.split,
-            weight.expert,
-            stored_apart(shape, weight.path),
-        )
+            stems[0] + weight.path, weight.shape, layout, parts, tuple(_places(weight.path, stems, stack, experts)),
+            wide=weight in bias, linear=weight.linear, split=weight.split, expert=weight.expert, rows=stored_apart(shape, weight.path),
+        )  # fmt: skip
 
 
 def _ahead(family: Family, shape: ModelShape, model: Mapping[str, Any], depth: int) -> Iterator[Mapped]:
     """One depth of multi-token prediction: two norms, a projection and a whole layer of the same kind as the last layer."""
     hidden, layer = shape.hidden_size, shape.num_layers + depth
-    outside = {
-        "enorm.weight": ("enorm.weight", (hidden,)),
-        "hnorm.weight": ("hnorm.weight", (hidden,)),
-        "eh_proj.weight": ("eh_proj.weight", (hidden, 2 * hidden)),
-        "final_layernorm.weight": ("shared_head.norm.weight", (hidden,)),
-    }
-    for ours, (theirs, size) in outside.items():
-        name, linear = f"mtp.layers.{depth}.{ours}", ours == "eh_proj.weight"
-        parts = ((f"model.layers.{layer}.{theirs}", size),)
-        yield Mapped(
-            name, size, "whole", parts, (CheckpointSlice(name),), linear=linear, split="column" if linear else None
-        )
+    outside = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    for ours, theirs in outside.items():
+        name, linear = f"mtp.layers.{depth}.{ours}.weight", ours == "eh_proj"
+        size, split = (hidden, 2 * hidden) if linear else (hidden,), "column" if linear else None
+        parts, places = ((f"model.layers.{layer}.{theirs}.weight", size),), (CheckpointSlice(name),)
+        yield Mapped(name, size, "whole", parts, places, linear=linear, split=split)  # type: ignore[arg-type]
     yield from _layer(family, shape, model, shape.num_layers - 1, layer)
 
 
 _ATTENTION: Mapping[str, tuple[PartLayout, tuple[str, ...]]] = {
-    "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
-    "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
-    "self_attention.linear_proj.weight": ("whole", ("self_attn.o_proj.weight",)),
-    **{
-        f"self_attention.linear_qkv.{part}": ("qkv", tuple(f"self_attn.{name}_proj.{part}" for name in "qkv"))
-        for part in ("weight", "bias")
-    },
-    "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
-    "self_attention.linear_q_proj.weight": ("whole", ("self_attn.q_proj.weight",)),
-    "self_attention.linear_q_down_proj.weight": ("whole", ("self_attn.q_a_proj.weight",)),
-    "self_attention.linear_q_up_proj.weight": ("whole", ("self_attn.q_b_proj.weight",)),
-    "self_attention.linear_kv_down_proj.weight": ("whole", ("self_attn.kv_a_proj_with_mqa.weight",)),
-    "self_attention.linear_kv_up_proj.weight": ("whole", ("self_attn.kv_b_proj.weight",)),
-    "self_attention.kv_layernorm.weight": ("whole", ("self_attn.kv_a_layernorm.weight",)),
-}
+    **{f"{ours}.weight": ("whole", (f"{theirs}.weight",)) for ours, theirs in {
+        "input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm", "self_attention.linear_proj": "self_attn.o_proj",
+        "self_attention.k_layernorm": "self_attn.k_norm", "self_attention.linear_q_proj": "self_attn.q_proj",
+        "self_attention.linear_q_down_proj": "self_attn.q_a_proj", "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+        "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa", "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+        "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    }.items()},
+    **{f"self_attention.linear_qkv.{part}": ("qkv", tuple(f"self_attn.{name}_proj.{part}" for name in "qkv")) for part in ("weight", "bias")},
+}  # fmt: skip
 """Path below a layer -> layout and names below the folder's layer, for everything but the MLP and the norm of queries."""
 
 
@@ -201,7 +169,7 @@ _HYBRID: Mapping[str, tuple[PartLayout, tuple[str, ...]]] = {
 
 
 def _source(family: Family, path: str) -> tuple[PartLayout, tuple[str, ...]]:
-    if family.sizes and (path in _HYBRID or not path.startswith("mlp.")):
+    if family.hybrid and (path in _HYBRID or not path.startswith("mlp.")):
         return _HYBRID.get(path, ("whole", (path,)))
     if path in _ATTENTION:
         return _ATTENTION[path]
@@ -217,9 +185,9 @@ def _source(family: Family, path: str) -> tuple[PartLayout, tuple[str, ...]]:
     if head.startswith("mlp.experts."):
         stem, (gate, up, down) = f"{family.mixture}.experts.{head.rpartition('.')[2]}", family.expert_parts
     else:
-        above = "mixer" if family.sizes else "mlp"
+        above = "mixer" if family.hybrid else "mlp"
         stem = {"mlp": above, "mlp.shared_experts": f"{above}.{family.shared}"}[head]
-    if family.sizes and linear == "linear_fc1":
+    if family.hybrid and linear == "linear_fc1":
         return "whole", (f"{stem}.up_proj.weight",)
     if linear == "linear_fc1":
         return "stacked", (f"{stem}.{gate}.weight", f"{stem}.{up}.weight")
@@ -227,7 +195,6 @@ def _source(family: Family, path: str) -> tuple[PartLayout, tuple[str, ...]]:
 
 
 def _sizes(shape: ModelShape, weight: Weight, layout: PartLayout) -> list[tuple[int, ...]]:
-    """Shapes of the parts."""
     rows, *rest = weight.shape
     if layout == "stacked":
         return [(rows // 2, *rest)] * 2
@@ -248,10 +215,7 @@ FUSED_NORMS = {
 
 
 def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts: int) -> Iterator[CheckpointSlice]:
-    """Layers stacked under one key, as megatron-core stores layers of one kind; one key per layer; and the modules' own names, as FSDP engines store them.
-
-    stack: (layer number, number of layers), if all layers are of one kind.
-    """
+    """Layers stacked under one key, as megatron-core stores layers of one kind (`stack`: the number and how many); a key for each; and FSDP engines' own names."""
     if not path.startswith("mlp.experts."):
         for name in (path, *([FUSED_NORMS[path]] if path in FUSED_NORMS else [])):
             if stack is not None:

@@ -57,7 +57,9 @@ class TokenizerFiles:
 
     def without_end(self) -> str:
         """The fault if `end` is None."""
-        return f"data.tokenizer={self.name!r} does not say which token ends a text{f' ({self.ends_by})' if self.ends_by else ''}: set it, for example data.end_of_text='</s>'"
+        why = f" ({self.ends_by})" if self.ends_by else ""
+        cure = "set it, for example data.end_of_text='</s>'"
+        return f"data.tokenizer={self.name!r} does not say which token ends a text{why}: {cure}"
 
     def end_line(self) -> str:
         """The end-of-text token and where it is stated, if known."""
@@ -87,11 +89,7 @@ def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
             "transformers.AutoTokenizer.from_pretrained('FOLDER').save_pretrained('NEW')"
         )
     words = vocabulary(file)
-    number: int | None
-    if end is not None:
-        number, who = _given(name, words, end), "data.end_of_text"
-    else:
-        number, who = _end(file, words)
+    number, who = _end(file, words) if end is None else (_given(name, words, end), "data.end_of_text")
     token = next((text for text, place in words.tokens.items() if place == number), "")
     pad, pad_by = _pad(file, words, end=number)
     return TokenizerFiles(
@@ -101,19 +99,14 @@ def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
 
 def _located(name: str) -> Path:
     path = Path(name.removeprefix(PREFIX)).expanduser()
-    if path.exists():
-        return path
-    found = cached(name)
-    if found is not None:
+    if (found := path if path.exists() else cached(name)) is not None:
         return found
+    text = "expected 'byte', a tokenizer.json or a folder with one, a repository's id, or package.module:function"
     if is_repository(name):
-        raise BadValue(
-            f"data.tokenizer={name!r}: no such file or folder here, and the Hugging Face cache has no repository of that name. "
-            f"If the hub is reachable: mpbridge data inspect --tokenizer {name} (downloads it once; needs the extra hf). Otherwise give a local folder"
-        )
-    raise BadValue(
-        f"data.tokenizer={name!r}: expected 'byte', a tokenizer.json or a folder with one, a repository's id, or package.module:function"
-    )
+        hub = f"mpbridge data inspect --tokenizer {name} (downloads it once; needs the extra hf)"
+        text = "no such file or folder here, and the Hugging Face cache has no repository of that name. "
+        text += f"If the hub is reachable: {hub}. Otherwise give a local folder"
+    raise BadValue(f"data.tokenizer={name!r}: {text}")
 
 
 def is_repository(name: str) -> bool:
@@ -129,9 +122,8 @@ def cached(name: str) -> Path | None:
     """The newest copy of a repository in huggingface_hub's cache; None if there is none."""
     if not is_repository(name):
         return None
-    home = Path(
-        os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(os.environ.get("HF_HOME") or caches / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     repository = hub / f"models--{name.replace('/', '--')}"
     try:
@@ -145,9 +137,8 @@ def cached(name: str) -> Path | None:
 def _given(name: str, words: Vocabulary, given: str | int) -> int:
     number = words.tokens.get(given) if isinstance(given, str) else given
     if number is None or not 0 <= number < words.size:
-        raise BadValue(
-            f"data.end_of_text={given!r}: the tokenizer {name!r} has no such token (it has {words.size:,} tokens)"
-        )
+        has = f"the tokenizer {name!r} has no such token (it has {words.size:,} tokens)"
+        raise BadValue(f"data.end_of_text={given!r}: {has}")
     return number
 
 
@@ -157,7 +148,8 @@ def _end(file: Path, words: Vocabulary) -> tuple[int | None, str]:
     said = [(who, tokens[text]) for who, text in _spelled(file, "eos_token") if text in tokens]
     if len({number for _, number in said}) > 1:
         return None, " and ".join(f"{who} says {number}" for who, number in said)
-    numbers = _eos_numbers(file.parent, words.size)
+    ids = _optional(file.parent / CONFIG).get("eos_token_id")
+    numbers = [one for one in (ids if isinstance(ids, list) else [ids]) if type(one) is int and 0 <= one < words.size]
     if said:
         who, number = said[0]
         if numbers and number not in numbers:
@@ -199,14 +191,6 @@ def _spelled(file: Path, field: str) -> Iterator[tuple[str, str]]:
             yield f"{field} of {name}", text
 
 
-def _eos_numbers(folder: Path, size: int) -> list[int]:
-    """The ids in eos_token_id of config.json, one or several."""
-    said = _optional(folder / CONFIG).get("eos_token_id")
-    return [
-        number for number in (said if isinstance(said, list) else [said]) if type(number) is int and 0 <= number < size
-    ]
-
-
 def _optional(file: Path) -> Mapping[str, Any]:
     data = read_json_file(file) if file.is_file() else {}
     return data if isinstance(data, dict) else {}
@@ -219,29 +203,19 @@ def vocabulary(file: Path) -> Vocabulary:
     listed = model.get("vocab") if isinstance(model, dict) else None
     tokens: dict[Any, Any]
     if isinstance(listed, list):  # Unigram: [piece, score]
-        tokens = {
-            entry[0]: number
-            for number, entry in enumerate(listed)
-            if isinstance(entry, list) and entry and isinstance(entry[0], str)
-        }
+        pieces = {number: entry[0] for number, entry in enumerate(listed) if isinstance(entry, list) and entry}
+        tokens = {piece: number for number, piece in pieces.items() if isinstance(piece, str)}
     elif isinstance(listed, dict):
         tokens = dict(listed)
     else:
         raise BadValue(f"{file}: expected a tokenizer of the library tokenizers, with model.vocab")
-    added = [entry for entry in _listed(data.get("added_tokens")) if isinstance(entry.get("content"), str)]
+    more = data["added_tokens"] if isinstance(data.get("added_tokens"), list) else []
+    added = [entry for entry in more if isinstance(entry, dict) and isinstance(entry.get("content"), str)]
     tokens |= {entry["content"]: entry.get("id") for entry in added}
     special = {entry["id"] for entry in added if entry.get("special") is True and type(entry.get("id")) is int}
     filled = data.get("padding")
     padding = filled.get("pad_token") if isinstance(filled, dict) else None
     if not tokens or any(type(number) is not int or not 0 <= number < 1 << 31 for number in tokens.values()):
         raise BadValue(f"{file}: expected tokens with numbers from 0")
-    return Vocabulary(
-        size=max(tokens.values()) + 1,
-        tokens=tokens,
-        special=frozenset(special),
-        padding=padding if isinstance(padding, str) else "",
-    )
-
-
-def _listed(value: Any) -> list[Mapping[str, Any]]:
-    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    named, size = padding if isinstance(padding, str) else "", max(tokens.values()) + 1
+    return Vocabulary(size=size, tokens=tokens, special=frozenset(special), padding=named)

@@ -262,7 +262,7 @@ def main() -> int:
         {one.metadata["Name"]: one.version for one in distributions(path=[str(args.packages)])} if args.packages else {}
     )
     for stack, sections in found.items():
-        version = installed.get(stack) or stack_module(stack).DEFAULT_VERSION
+        version = installed.get(stack) or [*stack_module(stack).VERSIONS][-1]
         data[stack] = {"version": version, "keys": {name: sorted(keys) for name, keys in sections.items()}}
         print(f"{stack} {version}: " + ", ".join(f"{name or 'top'} {len(keys)}" for name, keys in sections.items()))
     # one section per line, since the file is a list of names

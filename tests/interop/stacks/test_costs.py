@@ -9,8 +9,6 @@ import re
 import pytest
 
 from mpbridge import recipes
-from mpbridge.cli.main import main
-from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import STACKS, export
 from mpbridge.interop.stacks.meaning import Meaning, differences, of_policy
 from mpbridge.interop.stacks.reasons import cost
@@ -52,30 +50,21 @@ def test_quantized_linears_say_bits_and_bytes() -> None:
     assert cost("quantization", plain, meaning("bf16_with_nvfp4_mixed")) == "operands of 4 bits instead of 16"
 
 
-def without_a_number(made: Export) -> list[str]:
-    """Lines of different arithmetic about a dtype that name no number."""
-    facts = {*KEPT, "wire", "compute"}
-    lines = [line for line in made.lines if line.fidelity == "different" and line.fact in facts]
-    return [str(line) for line in lines if not re.search(r"bytes|bits? of mantissa", line.text)]
-
-
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_difference_in_a_dtype_has_its_cost(stack: str) -> None:
-    assert [line for name in recipes for line in without_a_number(export(name, stack))] == []
+    lines = [line for name in recipes for line in export(name, stack).lines if line.fidelity == "different"]
+    told = [line for line in lines if line.fact in {*KEPT, "wire", "compute"}]
+    assert [str(line) for line in told if not re.search(r"bytes|bits? of mantissa", line.text)] == []
 
 
-def test_compare_shows_what_the_second_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "bf16_mixed", "fp16_mixed"]) == 0
-    assert "half the bytes of gradients on the wire" in capsys.readouterr().out
-    assert main(["compare", "bf16_mixed", "fp16_mixed", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["costs"]["wire"].startswith("half")
+def test_compare_shows_what_the_second_costs(cli) -> None:
+    assert "half the bytes of gradients on the wire" in cli("compare", "bf16_mixed", "fp16_mixed")
+    assert json.loads(cli("compare", "bf16_mixed", "fp16_mixed", "--json"))["costs"]["wire"].startswith("half")
 
 
 @pytest.mark.parametrize("stack", ["torchtitan", "fsdp2", "automodel", "accelerate", "lightning", "transformers"])
 def test_the_same_arithmetic_from_other_weights_is_said_where_no_copy_is_kept(stack: str) -> None:
-    def about(name: str) -> list[str]:
-        return [line.text for line in export(name, stack).lines if line.fact == "main"]
-
-    assert all("start from FP32 values, not from values rounded" in text for text in about("bf16_mixed"))
-    assert about("bf16_mixed")
-    assert not about("fp32_params_bf16_compute")
+    mixed, own = (export(name, stack).lines for name in ("bf16_mixed", "fp32_params_bf16_compute"))
+    (text,) = (line.text for line in mixed if line.fact == "main")
+    assert "start from FP32 values, not from values rounded" in text
+    assert not [line for line in own if line.fact == "main"]

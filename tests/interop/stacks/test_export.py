@@ -13,9 +13,7 @@ import pytest
 import yaml
 
 from mpbridge import ConfigContainer, MixedPrecisionConfig, recipes
-from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, UnknownName
-from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import STACKS, export
 from mpbridge.interop.stacks.importers import read_args
 from mpbridge.interop.stacks.meaning import of_policy
@@ -88,9 +86,8 @@ def test_every_flag_written_for_a_version_is_one_of_its_parsers_and_is_read_back
             flags = {word for word in shlex.split(text) if word.startswith("--")}
             assert flags <= options(version).keys()
             assert not read_args(text, version=version).unknown
-    assert {"--megatron-fsdp-grad-comm-dtype", "--output-logit-dtype"} <= options("0.20").keys() - options(
-        "0.16"
-    ).keys()
+    later = options("0.20").keys() - options("0.16").keys()
+    assert {"--megatron-fsdp-grad-comm-dtype", "--output-logit-dtype"} <= later
 
 
 def test_flags_of_a_later_version_are_unknown_to_an_earlier_one() -> None:
@@ -103,10 +100,9 @@ def test_flags_of_a_later_version_are_unknown_to_an_earlier_one() -> None:
 
 @pytest.mark.parametrize("stack", ["fsdp2", "accelerate", "lightning", "transformers", "torchtitan"])
 def test_python_that_is_exported_compiles(stack: str) -> None:
-    for name in recipes:
-        for piece in export(name, stack).pieces:
-            if piece.name in ("python", "config_registry.py"):
-                compile(piece.text, f"{stack}-{name}", "exec")
+    for piece in (piece for name in recipes for piece in export(name, stack).pieces):
+        if piece.name in ("python", "config_registry.py"):
+            compile(piece.text, stack, "exec")
 
 
 FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "delayed"}
@@ -175,9 +171,8 @@ def test_an_export_writes_and_says(row: tuple[Any, ...]) -> None:
 
 
 def test_rules_by_module_are_named_where_a_stack_has_none() -> None:
-    config = MixedPrecisionConfig(
-        bf16=True, fp8="e4m3", fp8_recipe="mxfp8", modules={"mlp.linear_fc2": "bf16"}, fp32_residual_connection=True
-    )
+    low = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "modules": {"mlp.linear_fc2": "bf16"}}
+    config = MixedPrecisionConfig(bf16=True, fp32_residual_connection=True, **low)
     for stack in STACKS:
         made = export(config, stack)
         impossible = {line.fact for line in made.lines if line.fidelity == "impossible"}
@@ -187,43 +182,36 @@ def test_rules_by_module_are_named_where_a_stack_has_none() -> None:
         assert ("fp32_residual_connection" in impossible) is residual, stack
 
 
-def test_layers_at_the_ends_are_left_out_by_code_and_not_by_a_comment() -> None:
-    for stack in ("fsdp2", "accelerate"):
-        text = export("nemotron_h_bf16_with_fp8_current_scaling_mixed", stack).pieces[0].text
-        names: dict[str, object] = {}
-        lines = text.splitlines()
-        start = next(at for at, line in enumerate(lines) if line.startswith("def quantized"))
-        exec("\n".join(lines[start : start + 4]), names)
-        import torch
+@pytest.mark.parametrize("stack", ["fsdp2", "accelerate"])
+def test_layers_at_the_ends_are_left_out_by_code_and_not_by_a_comment(stack: str) -> None:
+    import torch
 
-        names |= {"depth": 12, "torch": torch}
-        linear, ask = torch.nn.Linear(1, 1), names["quantized"]
-        assert callable(ask)
-        kept = [n for n in range(12) if not ask(linear, f"model.layers.{n}.mlp.up")]
-        assert kept == [0, 1, 10, 11]
-        assert not ask(linear, "lm_head")
-        assert not ask(torch.nn.LayerNorm(1), "model.layers.5.norm")
+    lines = export("nemotron_h_bf16_with_fp8_current_scaling_mixed", stack).pieces[0].text.splitlines()
+    names: dict[str, Any] = {"depth": 12, "torch": torch}
+    start = next(at for at, line in enumerate(lines) if line.startswith("def quantized"))
+    exec("\n".join(lines[start : start + 4]), names)
+    linear, ask = torch.nn.Linear(1, 1), names["quantized"]
+    kept = [n for n in range(12) if not ask(linear, f"model.layers.{n}.mlp.up")]
+    assert kept == [0, 1, 10, 11]
+    assert not ask(linear, "lm_head")
+    assert not ask(torch.nn.LayerNorm(1), "model.layers.5.norm")
 
 
 def test_automodel_names_the_last_layers_where_the_depth_is_known() -> None:
-    def sections(made: Export) -> object:
-        return yaml.safe_load(made.pieces[0].text)["fp8"]["filter_fqns"]
-
     name = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
     assert any(line.fact == "edge layers" for line in export(name, "automodel").lines)
     made = export(name, "automodel", run=container(name, layers=12).resolved(1, training=False))
-    assert sections(made) == ["lm_head", "layers.0.", "layers.1.", "layers.10.", "layers.11."]
+    left_out = yaml.safe_load(made.pieces[0].text)["fp8"]["filter_fqns"]
+    assert left_out == ["lm_head", *(f"layers.{number}." for number in (0, 1, 10, 11))]
     assert not any(line.fact == "edge layers" for line in made.lines)
 
 
-def container(recipe: str, *, layers: int) -> ConfigContainer:
+def container(recipe: str, *, layers: int, **more: Any) -> ConfigContainer:
+    model = {"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128} | more
+    optimizer = {"lr": 1e-3, "use_distributed_optimizer": True}
     return ConfigContainer(
-        mixed_precision={"recipe": recipe},
-        model={"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
-        optimizer={"lr": 1e-3, "use_distributed_optimizer": True},
-        ddp={"use_distributed_optimizer": True},
-        data={"seq_length": 32},
-    )
+        mixed_precision={"recipe": recipe}, model=model, optimizer=optimizer, ddp={"use_distributed_optimizer": True}, data={"seq_length": 32}
+    )  # fmt: skip
 
 
 def test_an_unknown_stack_is_named_with_the_known_ones() -> None:
@@ -240,25 +228,20 @@ def test_an_unknown_stack_is_named_with_the_known_ones() -> None:
         ("megatron-lm", "0.9", "0.16"), ("megatron-lm", "dev", "0.20"), ("torchtitan", "0.3", "main"),
     ],
 )  # fmt: skip
-def test_for_a_version_that_nobody_read_the_nearest_one_is_written_and_said(
-    stack: str, asked: str, written: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_for_a_version_that_nobody_read_the_nearest_one_is_written_and_said(stack, asked, written, cli) -> None:
     made, as_read = export("bf16_mixed", stack, version=asked), export("bf16_mixed", stack, version=written)
     assert (made.version, made.pieces, made.lines) == (written, as_read.pieces, as_read.lines)
     assert [f"{asked} is not supported" in text and f"written as {written}," in text for text in made.assumed] == [True]
-    assert main(["export", "bf16_mixed", "--to", stack, "--stack-version", asked]) == 0
-    assert made.assumed[0] in capsys.readouterr().out
+    assert made.assumed[0] in cli("export", "bf16_mixed", "--to", stack, "--stack-version", asked)
 
 
-@pytest.mark.parametrize(
-    ("stack", "asked"), [("deepspeed", "0.19.8"), ("megatron-lm", "core_v0.16"), ("megatron-bridge", "main"), ("fsdp2", "2.13")]
-)  # fmt: skip
-def test_a_version_that_was_read_is_known_by_each_of_its_names(stack: str, asked: str) -> None:
-    assert export("bf16_mixed", stack, version=asked).assumed == ()
+def test_a_version_that_was_read_is_known_by_each_of_its_names() -> None:
+    known = {"deepspeed": "0.19.8", "megatron-lm": "core_v0.16", "megatron-bridge": "main", "fsdp2": "2.13"}
+    assert [export("bf16_mixed", stack, version=asked).assumed for stack, asked in known.items()] == [()] * 4
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack: str, tmp_path: Path) -> None:
+def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack: str, file) -> None:
     rule = "{fp8: hybrid, fp8_recipe: tensorwise}"
     files = {
         "hf": f"extends: bf16_mixed\nmodules:\n  '*layers.0.self_attn.q_proj': {rule}\n",
@@ -268,9 +251,7 @@ def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack:
         "child": "extends: alike.yaml\ngrad_reduce_in_fp32: false\n",
     }
     for name, text in files.items():
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(text)
-        made = export(str(path), stack)
+        made = export(str(file(f"{name}.yaml", text)), stack)
         assert made.fidelity == "impossible", name
         assert "precision.yaml" not in "".join(piece.name + piece.text for piece in made.pieces)
         if stack.startswith("megatron"):
@@ -278,33 +259,26 @@ def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack:
 
 
 def test_an_accumulator_apart_from_the_wire_is_said_where_a_stack_has_both() -> None:
-    config = MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32")
-    for stack in ("megatron-lm", "megatron-bridge"):
-        assert export(config, stack, engine="megatron_fsdp").fidelity == "exact"
-    text = export(config, "megatron-lm", engine="megatron_fsdp").pieces[0].text
+    config = MixedPrecisionConfig(**APART)
+    lm, bridge = (export(config, stack, engine="megatron_fsdp") for stack in ("megatron-lm", "megatron-bridge"))
+    assert lm.fidelity == bridge.fidelity == "exact"
+    text = lm.pieces[0].text
     assert "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16" in text
     assert read_args(text.replace("\\\n", " "), stack="megatron-lm").fields["grad_accumulation_dtype"] == "fp32"
 
 
 def test_a_run_is_exported_with_its_additions_engine_and_optimizer() -> None:
-    container = ConfigContainer(
-        mixed_precision={"recipe": "bf16_mixed", "grad_reduce_in_fp32": False},
-        model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
-        optimizer={"lr": 1e-3, "use_distributed_optimizer": True},
-        ddp={"use_distributed_optimizer": True},
-        train={"train_iters": 1},
-        data={"seq_length": 32},
-    )
-    made = export("bf16_mixed", "megatron-lm", run=container.resolved(1))
+    added = container("bf16_mixed", layers=2)
+    added.mixed_precision["grad_reduce_in_fp32"] = False  # type: ignore[index]
+    made = export("bf16_mixed", "megatron-lm", run=added.resolved(1, training=False))
     assert made.pieces[0].text.split(" \\\n") == [
         "--bf16", "--grad-reduce-in-bf16", "--attention-softmax-in-fp32", "--use-distributed-optimizer",
     ]  # fmt: skip
 
 
 def test_what_the_model_section_says_is_exported_with_the_run() -> None:
-    made = container("bf16_mixed", layers=4)
-    made.model |= {"fp32_residual_connection": True, "moe_router_dtype": "fp32", "num_moe_experts": 4}  # type: ignore[operator]
-    run = made.resolved(1, training=False)
+    said = {"fp32_residual_connection": True, "moe_router_dtype": "fp32", "num_moe_experts": 4}
+    run = container("bf16_mixed", layers=4, **said).resolved(1, training=False)
     text = export("bf16_mixed", "megatron-lm", run=run).pieces[0].text
     assert "--fp32-residual-connection" in text
     assert "--moe-router-dtype fp32" in text
@@ -319,9 +293,8 @@ def test_who_divides_the_states_is_written_for_megatron_lm() -> None:
     alone = export("bf16_mixed", "megatron-lm")
     assert "--use-distributed-optimizer" in alone.pieces[0].text
     read = read_args(alone.pieces[0].text.replace("\\\n", " "))
-    assert (
-        read.meaning.bytes == alone.meaning.bytes == of_policy(resolve(get_mixed_precision_config("bf16_mixed"))).bytes
-    )
+    ours = of_policy(resolve(get_mixed_precision_config("bf16_mixed")))
+    assert read.meaning.bytes == alone.meaning.bytes == ours.bytes
     whole = container("bf16_mixed", layers=4)
     whole.ddp = {}  # type: ignore[assignment]
     whole.optimizer = {"lr": 1e-3}  # type: ignore[assignment]
@@ -331,9 +304,8 @@ def test_who_divides_the_states_is_written_for_megatron_lm() -> None:
 
 
 def test_a_narrow_copy_of_the_weights_is_nowhere_called_what_the_parameters_are() -> None:
-    config = MixedPrecisionConfig(
-        bf16=True, use_precision_aware_optimizer=True, store_param_remainders=False, main_params_dtype="fp16"
-    )
+    narrow = {"use_precision_aware_optimizer": True, "store_param_remainders": False, "main_params_dtype": "fp16"}
+    config = MixedPrecisionConfig(bf16=True, **narrow)
     for stack in STACKS:
         made = export(config, stack)
         if stack.startswith("megatron"):
@@ -349,15 +321,10 @@ def test_a_narrow_copy_of_the_weights_is_nowhere_called_what_the_parameters_are(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "stack"),
-    [
-        ("bf16_with_nvfp4_mixed", "torchtitan"), ("bf16_with_fp8_rowwise_gw_hp", "torchtitan"), ("bf16_with_fp8_rowwise", "fsdp2"),
-    ],
+    ("recipe", "stack"), [("bf16_with_nvfp4_mixed", "torchtitan"), ("bf16_with_fp8_rowwise_gw_hp", "torchtitan"), ("bf16_with_fp8_rowwise", "fsdp2")]
 )  # fmt: skip
 def test_experts_that_a_stack_leaves_as_they_are_make_no_exact_export(recipe: str, stack: str) -> None:
-    mixture = container(recipe, layers=2)
-    mixture.model["num_moe_experts"] = 4
-    made = export(recipe, stack, run=mixture.resolved(1, training=False))
+    made = export(recipe, stack, run=container(recipe, layers=2, num_moe_experts=4).resolved(1, training=False))
     assert made.fidelity in ("different", "impossible")
     assert any(line.fact == "experts" and "in BF16 there" in line.text for line in made.lines)
     dense = export(recipe, stack, run=container(recipe, layers=2).resolved(1, training=False))
@@ -372,9 +339,7 @@ LEFT = ("layers.1.moe.router.gate", "layers.1.moe.shared_experts.gate", "lm_head
 
 @pytest.mark.parametrize("recipe", ["bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed", "bf16_with_fp8_rowwise"])
 @pytest.mark.parametrize("ends", [None, (1, 2)])
-def test_torchtitans_converters_choose_the_linears_and_experts_that_a_recipe_quantizes(
-    recipe: str, ends: tuple[int, int] | None
-) -> None:
+def test_torchtitans_converters_choose_the_linears_and_experts_that_a_recipe_quantizes(recipe: str, ends: Any) -> None:
     config = get_mixed_precision_config(recipe)
     if ends is not None:
         edges = {"num_layers_at_start_in_bf16": ends[0], "num_layers_at_end_in_bf16": ends[1]}
@@ -389,9 +354,8 @@ def test_torchtitans_converters_choose_the_linears_and_experts_that_a_recipe_qua
     layers, names = [None] * 12, re.findall(r"\w+Converter", text.splitlines()[1])
     scope: dict[str, Any] = {name: Converter(name) for name in names}
     exec(text.split("\n", 2)[2], scope)  # our own text, with stand-ins for the classes that it imports
-    run = SimpleNamespace(
-        model_spec=SimpleNamespace(model=SimpleNamespace(layers=layers)), compile=SimpleNamespace(enable=True)
-    )
+    spec = SimpleNamespace(model=SimpleNamespace(layers=layers))
+    run = SimpleNamespace(model_spec=spec, compile=SimpleNamespace(enable=True))
     scope["quantized"](run, lambda flavor, converters: None, "8B")
     linear = next(said for name, said in calls.items() if "Linear" in name)
     kept = linear.get("filter_fqns", [])
@@ -411,21 +375,19 @@ def test_torchtitans_converters_choose_the_linears_and_experts_that_a_recipe_qua
 
 def test_experts_that_torchtitan_quantizes_as_the_recipe_does_need_no_line() -> None:
     for recipe in ("bf16_with_mxfp8_mixed", "bf16_with_fp8_rowwise"):
-        mixture = container(recipe, layers=2)
-        mixture.model["num_moe_experts"] = 4
-        made = export(recipe, "torchtitan", run=mixture.resolved(1, training=False))
+        mixture = container(recipe, layers=2, num_moe_experts=4).resolved(1, training=False)
+        made = export(recipe, "torchtitan", run=mixture)
         assert not any(line.fact == "experts" for line in made.lines)
         assert made.assumed == export(recipe, "torchtitan").assumed == ()
     config = get_mixed_precision_config("bf16_with_fp8_rowwise").derive(first_last_layers_bf16=True)
-    assert any(
-        "in every layer there: Float8GroupedExpertsConverter" in line for line in export(config, "torchtitan").assumed
-    )
+    said = "in every layer there: Float8GroupedExpertsConverter"
+    assert any(said in line for line in export(config, "torchtitan").assumed)
 
 
 @pytest.mark.parametrize("stack", ["megatron-lm", "megatron-bridge"])
 def test_the_softmax_that_query_key_layer_scaling_switches_on_is_exported(stack: str) -> None:
-    scaled = container("bf16_mixed", layers=2)
-    scaled.model |= {"attention_softmax_in_fp32": False, "apply_query_key_layer_scaling": True}  # type: ignore[operator]
+    said = {"attention_softmax_in_fp32": False, "apply_query_key_layer_scaling": True}
+    scaled = container("bf16_mixed", layers=2, **said)
     made = export("bf16_mixed", stack, run=scaled.resolved(1, training=False))
     assert made.meaning.softmax_fp32 is True
     assert "attention_softmax_in_fp32: false" not in made.pieces[0].text
@@ -433,11 +395,8 @@ def test_the_softmax_that_query_key_layer_scaling_switches_on_is_exported(stack:
 
 
 @pytest.mark.parametrize("stack", ["torchtitan", "fsdp2"])
-def test_an_export_without_a_run_says_that_it_is_for_dense_models(
-    stack: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", "bf16_with_fp8_rowwise_gw_hp", "--to", stack]) == 0
-    printed = capsys.readouterr().out
+def test_an_export_without_a_run_says_that_it_is_for_dense_models(stack: str, cli) -> None:
+    printed = cli("export", "bf16_with_fp8_rowwise_gw_hp", "--to", stack)
     told = printed[printed.index("# bf16_with_fp8_rowwise_gw_hp on ") :].splitlines()
     assert all(line.startswith("# ") for line in told), "what is printed can be saved as it is"
     shown = " ".join(printed.split())
@@ -446,16 +405,11 @@ def test_an_export_without_a_run_says_that_it_is_for_dense_models(
     assert export("bf16_mixed", stack).assumed == ()
 
 
-def test_a_runs_own_precision_is_exported_and_one_that_a_recipe_replaces_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run.yaml"
+def test_a_runs_own_precision_is_exported_and_one_that_a_recipe_replaces_is_named(file, cli) -> None:
     stated = "mixed_precision: {bf16: true, grad_reduce_in_fp32: false}"
-    text = (ROOT / "configs" / "gpt_tiny.yaml").read_text()
-    run.write_text(re.sub(r"(?m)^mixed_precision:.*$", stated, text))
-    assert stated in run.read_text()
-    assert main(["export", "--to", "megatron-lm", "--config", str(run)]) == 0
-    assert "--grad-reduce-in-bf16" in capsys.readouterr().out
-    assert main(["export", "bf16_mixed", "--to", "megatron-lm", "--config", str(run)]) == 0
-    assert "bf16_mixed replaces the mixed_precision of" in " ".join(capsys.readouterr().out.split())
-    assert main(["export", "--to", "megatron-lm"]) == 2
+    text = re.sub(r"(?m)^mixed_precision:.*$", stated, (ROOT / "configs" / "gpt_tiny.yaml").read_text())
+    assert stated in text
+    to = ("--to", "megatron-lm", "--config", file("run.yaml", text))
+    assert "--grad-reduce-in-bf16" in cli("export", *to)
+    assert "bf16_mixed replaces the mixed_precision of" in cli("export", "bf16_mixed", *to, joined=True)
+    cli("export", "--to", "megatron-lm", code=2)

@@ -31,10 +31,7 @@ CHANGES: dict[str, tuple[Change, ...]] = {
     "reduce": (({}, {"grad_reduce_in_fp32": False}), ({}, {"grad_reduce_in_fp32": True})),
     "accumulate": (({"grad_reduce_in_fp32": False}, {"grad_accumulation_dtype": "fp32"}),),
     "main_grads": (({"grad_reduce_in_fp32": False, **AWARE}, {"main_grads_dtype": "bf16"}),),
-    "main_params": (
-        ({"grad_reduce_in_fp32": False}, {"main_params_dtype": "bf16"}),
-        ({**AWARE, "store_param_remainders": False}, {"main_params_dtype": "fp16"}),
-    ),
+    "main_params": (({"grad_reduce_in_fp32": False}, {"main_params_dtype": "bf16"}), ({**AWARE, "store_param_remainders": False}, {"main_params_dtype": "fp16"})),
     "precision_aware": (({}, AWARE),),
     "remainders": ((AWARE, {"store_param_remainders": False}),),
     "exp_avg": ((AWARE, {"exp_avg_dtype": "bf16"}), (AWARE, {"exp_avg_dtype": "fp8"})),
@@ -42,13 +39,8 @@ CHANGES: dict[str, tuple[Change, ...]] = {
     "pipeline": (({}, {"pipeline_dtype": "fp32"}),),
     "output": (({}, {"output_dtype": "fp32"}),),
     "autocast": (({}, {"autocast_enabled": True}),),
-    "loss_scale": (
-        ({}, {"loss_scale": 1024.0}),
-        ({}, {"initial_loss_scale": 65536.0}),
-        ({}, {"min_loss_scale": 2.0}),
-        ({}, {"loss_scale_window": 500.0}),
-        ({}, {"hysteresis": 3}),
-    ),
+    "loss_scale": tuple(({}, {name: value}) for name, value in (
+        ("loss_scale", 1024.0), ("initial_loss_scale", 65536.0), ("min_loss_scale", 2.0), ("loss_scale_window", 500.0), ("hysteresis", 3))),
     "regions": (
         ({}, {"modules": {"mlp.linear_fc2": "bf16"}}),
         ({}, {"modules": {"mlp.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}}),
@@ -57,26 +49,15 @@ CHANGES: dict[str, tuple[Change, ...]] = {
         ({}, {"modules": {"mlp.linear_fc1": {"fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "bf16"}}}),
         ({}, {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 3, "num_layers_at_end_in_bf16": 4}),
         ({"first_last_layers_bf16": True}, {"num_layers_at_end_in_bf16": 2}),
-        ({}, {"fp8": "e4m3"}),
-        ({}, {"fp8": "hybrid"}),
-        ({}, {"fp8": "e4m3", "fp8_recipe": "tensorwise"}),
-        ({}, {"fp8_param": True}),
-        ({}, {"fp8_param": False, "reuse_grad_buf_for_mxfp8_param_ag": False}),
-        ({}, {"fp4_param": True}),
-        ({}, {"fp8_margin": 1}),
-        ({}, {"fp8_amax_history_len": 16}),
-        ({}, {"fp8_amax_compute_algo": "most_recent"}),
-        ({}, {"fp8_amax_compute_algo": "max"}),
-        ({}, {"fp8_wgrad": False}),
-        ({}, {"fp8_dot_product_attention": True}),
+        *(({}, said) for said in (
+            {"fp8": "e4m3"}, {"fp8": "hybrid"}, {"fp8": "e4m3", "fp8_recipe": "tensorwise"}, {"fp8_param": True}, {"fp4_param": True}, {"fp8_margin": 1},
+            {"fp8_param": False, "reuse_grad_buf_for_mxfp8_param_ag": False}, {"fp8_amax_history_len": 16}, {"fp8_amax_compute_algo": "most_recent"},
+            {"fp8_amax_compute_algo": "max"}, {"fp8_wgrad": False}, {"fp8_dot_product_attention": True})),
         ({"fp8_dot_product_attention": True}, {"fp8_multi_head_attention": True}),
         ({}, {"fp8_options": {"power_of_two": True}}),
         ({}, {"fp4_options": {"stochastic_rounding": False}}),
         ({"reuse_grad_buf_for_mxfp8_param_ag": False, "fp8_quantizer_factory": "a.b"}, {"fp8_recipe": "custom"}),
-        (
-            {"reuse_grad_buf_for_mxfp8_param_ag": False, "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"},
-            {"fp8_quantizer_factory": "a.c"},
-        ),
+        ({"reuse_grad_buf_for_mxfp8_param_ag": False, "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}, {"fp8_quantizer_factory": "a.c"}),
     ),
     "reuse_grad_buffer": (({"fp8_param": True}, {"reuse_grad_buf_for_mxfp8_param_ag": False}),),
     "keep_fp32": (({}, {"keep_fp32": ("*norm*",)}),),
@@ -85,7 +66,7 @@ CHANGES: dict[str, tuple[Change, ...]] = {
     "router": (({}, {"moe_router_dtype": "fp32"}), ({}, {"moe_router_dtype": "fp64"})),
     "residual_fp32": (({}, {"fp32_residual_connection": True}), ({}, {"fp32_residual_connection": False})),
     "softmax_fp32": (({}, {"attention_softmax_in_fp32": True}), ({}, {"attention_softmax_in_fp32": False})),
-}
+}  # fmt: skip
 
 # what may be stated without an effect on the engine: these need no word where no tensor and no step differs for it
 # softmax: in FP32 wherever all is
@@ -104,10 +85,7 @@ def test_every_field_of_a_policy_is_changed_here() -> None:
     assert set(CHANGES) == set(PrecisionPolicy.__dataclass_fields__)
 
 
-Pair = tuple[str, MixedPrecisionConfig, MixedPrecisionConfig, Mapping[str, Any]]
-
-
-def taken(field: str, given: Mapping[str, Any], change: Mapping[str, Any]) -> list[Pair]:
+def taken(field: str, given: Mapping[str, Any], change: Mapping[str, Any]) -> list[Any]:
     """(recipe, before, after, change) of each recipe that takes a change, where it changes the field."""
     found = []
     for name in recipes:
@@ -122,7 +100,7 @@ def taken(field: str, given: Mapping[str, Any], change: Mapping[str, Any]) -> li
     return found
 
 
-def pairs(field: str) -> Iterator[tuple[str, Pair]]:
+def pairs(field: str) -> Iterator[tuple[str, Any]]:
     """Every change with every stack, on one of the recipes that take it, another for each stack and change."""
     seen = 0
     for at, (given, change) in enumerate(CHANGES[field]):
@@ -132,20 +110,6 @@ def pairs(field: str) -> Iterator[tuple[str, Pair]]:
             if found:
                 yield stack, found[(at + number) % len(found)]
     assert seen, "no recipe takes this change: the test would say nothing"
-
-
-def made(config: MixedPrecisionConfig, stack: str, engine: str) -> Export:
-    return export(config, stack, engine=engine)
-
-
-def texts(one: Export) -> tuple[str, ...]:
-    return tuple(piece.text for piece in one.pieces)
-
-
-def told(before: Export, after: Export) -> bool:
-    """Whether a line of one of the two says what of it does not arrive: one text cannot mean both."""
-    one, other = ({line for line in export.lines if line.fidelity != "exact"} for export in (before, after))
-    return one != other
 
 
 def by_default(stack: str, field: str, after: MixedPrecisionConfig) -> bool:
@@ -166,14 +130,17 @@ def without_effect(field: str, before: MixedPrecisionConfig, after: MixedPrecisi
 def test_a_fact_is_written_told_or_the_stacks_own(field: str) -> None:
     for stack, (name, before, after, change) in pairs(field):
         engine = recipes[name].engine or DEFAULT
-        one, other = made(before, stack, engine), made(after, stack, engine)
+        one, other = (export(config, stack, engine=engine) for config in (before, after))
         edges = any(key.startswith(("first_last", "num_layers")) for key in change)
         if edges and any(line.fact.endswith(" quantization") for line in other.lines):
             continue  # nothing is quantized there, the layers at the ends neither
-        if told(one, other) or by_default(stack, field, after) or without_effect(field, before, after, engine):
+        # a line of one of the two says what of it does not arrive: one text cannot mean both
+        told = [{line for line in made.lines if line.fidelity != "exact"} for made in (one, other)]
+        if told[0] != told[1] or by_default(stack, field, after) or without_effect(field, before, after, engine):
             continue
         # said in the pieces: and where they can be read back, what was read differs too
-        assert texts(one) != texts(other), (name, dict(change), stack)
+        texts = [[piece.text for piece in made.pieces] for made in (one, other)]
+        assert texts[0] != texts[1], (name, dict(change), stack)
         first, second = read_back(one, stack), read_back(other, stack)
         if first is not None and len(other.pieces) == len(one.pieces) == 1:
             assert second is not None

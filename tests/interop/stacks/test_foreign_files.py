@@ -7,76 +7,55 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError, MpbridgeError
 from mpbridge.interop.stacks.importers import read_text
+from mpbridge.interop.stacks.reading import KINDS
 from mpbridge.precision.registry import get_mixed_precision_config
 
-LAUGHS = "\n".join(
-    ["mixed_precision:", "  a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
-    + [
-        f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]"
-        for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-    ]
+NAMES = [*zip("abcdefgh", "bcdefghi", strict=True)]
+LAUGHS = "mixed_precision:\n  a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]" + "".join(
+    f"\n  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in NAMES
 )
-MERGES = "\n".join(
-    ["mixed_precision:", "  a: &a {x: 1, y: 2}"]
-    + [
-        f"  {name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}"
-        for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-    ]
+MERGES = "mixed_precision:\n  a: &a {x: 1, y: 2}" + "".join(
+    f"\n  {name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}" for before, name in NAMES
 )
 
 
 @pytest.mark.parametrize("name", ["{0}/evil.py:cfg", "{0}/evil.py", "evil:cfg"])
-def test_compare_executes_no_python_file(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "evil.py").write_text(
-        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).write_text('x')\n"
-        "from mpbridge import MixedPrecisionConfig\n\n\ndef cfg():\n    return MixedPrecisionConfig(bf16=True)\n"
-    )
+def test_compare_executes_no_python_file(name: str, file, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tmp_path / "ran"
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('x')\nfrom mpbridge import MixedPrecisionConfig\n"
+    file("evil.py", f"{code}def cfg():\n    return MixedPrecisionConfig(bf16=True)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    name = name.format(tmp_path)
-    assert main(["compare", "bf16_mixed", name]) == 2
-    assert not (tmp_path / "ran").exists()
-    assert "executed" in capsys.readouterr().err
+    assert "executed" in cli("compare", "bf16_mixed", name.format(tmp_path), code=2)
+    assert not ran.exists()
 
 
-def test_compare_reads_a_stacks_python_file_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "pretrain.py"
-    path.write_text(
-        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).write_text('x')\n"
-        "from megatron.bridge.training.config import ConfigContainer\n\n\n"
-        "def pretrain_config():\n    return ConfigContainer(mixed_precision='bf16_mixed')\n"
-    )
-    assert main(["compare", "bf16_mixed", f"{path}:pretrain_config"]) == 0
-    assert not (tmp_path / "ran").exists()
-    assert "stored parameters" in capsys.readouterr().out
+def test_compare_reads_a_stacks_python_file_as_text(file, cli, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('x')\nfrom megatron.bridge.training.config import ConfigContainer\n\n\n"
+    path = file("pretrain.py", f"{code}def made():\n    return ConfigContainer(mixed_precision='bf16_mixed')\n")
+    assert "stored parameters" in cli("compare", "bf16_mixed", f"{path}:made")
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("verb", [["compare", "bf16_mixed"], ["import"]])
 @pytest.mark.parametrize("suffix", ["yaml", "json", "sh"])
-def test_a_binary_file_is_one_clear_error(
-    verb: list[str], suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_binary_file_is_one_clear_error(verb: list[str], suffix: str, tmp_path: Path, cli) -> None:
     path = tmp_path / f"bin.{suffix}"
     path.write_bytes(bytes(range(256)) * 8)
-    assert main([*verb, str(path)]) == 2
-    said = capsys.readouterr().err
+    said = cli(*verb, path, code=2)
     assert "a binary file" in said
     assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("text", [LAUGHS, MERGES, "mixed_precision: &a\n  b: *a\n"])
-def test_aliases_that_stand_for_billions_of_values_are_refused_before_they_are_made(text: str, tmp_path: Path) -> None:
+def test_aliases_that_stand_for_billions_of_values_are_refused_before_they_are_made(text: str, file) -> None:
     assert len(text) < 1000
     with pytest.raises(DataError, match="once its aliases"):
         read_text(text, stack="megatron-bridge", name="run.yaml")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
     with pytest.raises(Exception, match="once its aliases"):
-        get_mixed_precision_config(str(path))
+        get_mixed_precision_config(str(file("recipe.yaml", text)))
 
 
 def test_aliases_of_an_ordinary_file_are_read() -> None:
@@ -112,27 +91,16 @@ def test_no_message_holds_the_whole_of_a_long_value(stack: str, text: str) -> No
     except MpbridgeError as error:
         said = [str(error)]
     else:
-        said = [
-            *found.contradicts,
-            *found.inert,
-            *found.cannot_express,
-            *found.unknown,
-            *found.undecided,
-            *found.assumed,
-        ]
+        said = [line for kind in KINDS for line in getattr(found, kind)]
     assert said
     assert not [line[:80] for line in said if LONG in line]
 
 
-def test_weight_gradients_in_high_precision_are_a_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "wg.yaml"
-    path.write_text("extends: bf16_with_fp8_delayed_scaling_mixed\nfp8_wgrad: false\n")
-    assert main(["compare", "bf16_with_fp8_delayed_scaling_mixed", str(path)]) == 0
-    assert "They compute differently" in capsys.readouterr().out
-    assert main(["export", str(path), "--to", "accelerate"]) in (0, 1)
-    assert "override_linear_precision=(False, False, True)" in capsys.readouterr().out
+def test_weight_gradients_in_high_precision_are_a_difference(file, cli) -> None:
+    path = file("wg.yaml", "extends: bf16_with_fp8_delayed_scaling_mixed\nfp8_wgrad: false\n")
+    assert "They compute differently" in cli("compare", "bf16_with_fp8_delayed_scaling_mixed", path)
+    written = cli("export", path, "--to", "accelerate", code=(0, 1))
+    assert "override_linear_precision=(False, False, True)" in written
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ def test_unknown_words_without_number_are_named_in_little_time(word: str) -> Non
 
 def test_an_outer_variable_is_the_environment_and_what_the_script_sets_wins() -> None:
     assert read_script("torchrun x.py --n ${N:-1}", {"N": "3"}).words == ["--n", "3"]
+    assert read_script('torchrun x.py "$@" --n $9', {"9": "--bf16"}).words == ["--bf16", "--n", "--bf16"]
+    assert read_script('torchrun x.py "$@"', {"10": "c", "2": "b", "1": "a", "0": "s"}).words == ["a", "b", "c"]
     found = read_script("N=1\ntorchrun x.py --n $N", {"N": "3", "M": "1"})
     assert found.words == ["--n", "1"]
     assert any("--env N=3 has no effect" in line for line in found.notes)
@@ -166,15 +168,8 @@ def test_a_script_whose_values_multiply_is_read_up_to_a_bound(script: str, said:
 
 @pytest.mark.parametrize(
     "script",
-    [
-        "A=xx\nfor i in {1..100}; do A=$A$A; done",
-        "f() { f; }\nf",
-        "(" * 500,
-        "$(" * 500,
-        "while true; do while true; do A+=x; done; done",
-        "\0",
-    ],
-)
+    ["A=xx\nfor i in {1..100}; do A=$A$A; done", "f() { f; }\nf", "(" * 500, "$(" * 500, "while true; do while true; do A+=x; done; done", "\0"],
+)  # fmt: skip
 def test_a_script_without_an_end_is_an_error_or_an_answer(script: str) -> None:
     with contextlib.suppress(BadValue):  # any other error is the failure
         assert isinstance(read_script(script, {}).words, list)
@@ -188,9 +183,8 @@ def test_nothing_of_a_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_arguments_take_variables_too() -> None:
-    assert (
-        read_args("--bf16 $MORE --lr 1", env={"MORE": "--grad-reduce-in-bf16"}).fields["grad_reduce_in_fp32"] is False
-    )
+    found = read_args("--bf16 $MORE --lr 1", env={"MORE": "--grad-reduce-in-bf16"})
+    assert found.fields["grad_reduce_in_fp32"] is False
     assert any("$MORE has no value" in line for line in read_args("--bf16 $MORE").assumed)
     assert "--env MOER: the text of --args does not use it" in read_args("--bf16 $MORE", env={"MOER": "--fp16"}).assumed
     with pytest.raises(BadValue, match=r"never closed$"):  # not that it is read as if it were
@@ -199,10 +193,6 @@ def test_arguments_take_variables_too() -> None:
         read_args("--bf16; rm x")
 
 
-def test_the_verb_takes_arguments_as_people_type_them(capsys: pytest.CaptureFixture[str]) -> None:
-    from mpbridge.cli.main import main
-
-    assert main(["import", "--args", "--bf16"]) == 0
-    assert "bf16_mixed" in capsys.readouterr().out
-    assert main(["import", "--env", "X=--fp16", "--args", "$X"]) == 0
-    assert "fp16_mixed" in capsys.readouterr().out
+def test_the_verb_takes_arguments_as_people_type_them(cli) -> None:
+    assert "bf16_mixed" in cli("import", "--args", "--bf16")
+    assert "fp16_mixed" in cli("import", "--env", "X=--fp16", "--args", "$X")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from mpbridge import ConfigContainer, MixedPrecisionConfig, resolve
+from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import export
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -32,9 +33,8 @@ def rule(text: str, policy: PrecisionPolicy, module: str, layer: int) -> str | N
 
     quant = policy.quant
     opened = None if quant is None or layer in policy.bf16_layers(LAYERS) else quant.scaling
-    found = RecipeConfig.from_config_dict(yaml.safe_load(text)).match(
-        MatchContext(f"decoder.layers.{layer}.{module}", None)
-    )
+    context = MatchContext(f"decoder.layers.{layer}.{module}", None)
+    found = RecipeConfig.from_config_dict(yaml.safe_load(text)).match(context)
     if found is None:
         return opened
     own = found.config["training_recipe"]
@@ -48,6 +48,10 @@ def test_without_a_depth_the_patterns_hold_for_any(fields: Mapping[str, Any]) ->
     config = MixedPrecisionConfig(bf16=True, **fields)
     policy, made = resolve(config), export(config, "megatron-lm")
     assert not any(line.fact == "modules" and line.fidelity == "impossible" for line in made.lines)
+    follows(made, policy)
+
+
+def follows(made: Export, policy: PrecisionPolicy) -> None:
     text = next(piece.text for piece in made.pieces if piece.name == "precision.yaml")
     for module, layer in itertools.product(MODULES, range(LAYERS)):
         wanted = policy.at(module, layer, LAYERS)
@@ -57,14 +61,9 @@ def test_without_a_depth_the_patterns_hold_for_any(fields: Mapping[str, Any]) ->
 def test_layers_from_the_end_need_the_depth_and_are_in_the_file_where_a_run_gives_it() -> None:
     config = MixedPrecisionConfig(bf16=True, **LATE)
     assert any(line.fact == "modules" and line.fidelity == "impossible" for line in export(config, "megatron-lm").lines)
-    run = ConfigContainer(
-        mixed_precision={"recipe": "bf16_mixed", **LATE},
-        model={"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
-        data={"seq_length": 32},
-    ).resolved(1, training=False)
+    model = {"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+    mine = ConfigContainer(mixed_precision={"recipe": "bf16_mixed", **LATE}, model=model, data={"seq_length": 32})
+    run = mine.resolved(1, training=False)
     made = export("bf16_mixed", "megatron-lm", run=run)
-    text = next(piece.text for piece in made.pieces if piece.name == "precision.yaml")
-    for module, layer in itertools.product(MODULES, range(LAYERS)):
-        wanted = run.policy.at(module, layer, LAYERS)
-        assert rule(text, run.policy, module, layer) == (wanted and wanted.scaling), (module, layer)
+    follows(made, run.policy)
     assert not any(line.fidelity == "impossible" for line in made.lines)

@@ -174,19 +174,13 @@ def test_a_functions_text_means_what_the_function_makes(checkout: Path, function
     assert [claim for claim in FUNCTIONS[function] if not holds(found, stack, claim)] == [], found
 
 
-def test_what_depends_on_the_machine_is_refused(checkout: Path) -> None:
+def test_what_cannot_be_read_is_refused_by_name(checkout: Path) -> None:
     with pytest.raises(DataError, match=r"depends: mixed_precision = .*under `if torch\.cuda\.is_available"):
         bridge(checkout, "depends")
-
-
-def test_a_file_with_several_functions_asks_for_one_and_knows_their_names(checkout: Path) -> None:
     with pytest.raises(DataError, match=r"has 5 functions: name one, config_registry\.py:FUNCTION \(base"):
         read_file(checkout / "config_registry.py")
     with pytest.raises(UnknownName, match="nearest: quantized"):
         titan(checkout, "quantised")
-
-
-def test_a_function_that_is_no_configuration_is_refused_by_name(checkout: Path) -> None:
     with pytest.raises(DataError, match="_perf: its text does not determine"):
         bridge(checkout, "_perf")
 
@@ -204,9 +198,7 @@ def test_a_function_that_is_no_configuration_is_refused_by_name(checkout: Path) 
         "for a in [1] * 10: pass\n    return a",
     ],
 )
-def test_nothing_of_a_python_file_runs_and_nothing_takes_long(
-    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_a_python_file_runs_and_nothing_takes_long(body: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = f"from torchtitan.trainer import Trainer\nimport os\nos.system('touch RAN')\n\ndef base():\n    {body}\n"
     (tmp_path / "x.py").write_text(text)
@@ -225,7 +217,6 @@ def test_text_that_is_no_python_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "last"), [("super", 14), ("ultra", 16)])
 def test_bridges_name_alone_leaves_out_what_its_performance_recipe_adds(name: str, last: int) -> None:
-    found = read_text(
-        f"mixed_precision: nemotron_3_{name}_bf16_with_nvfp4_mixed", stack="megatron-bridge", name="run_config.yaml"
-    )
+    text = f"mixed_precision: nemotron_3_{name}_bf16_with_nvfp4_mixed"
+    found = read_text(text, stack="megatron-bridge", name="run_config.yaml")
     assert (found.fields.get("modules"), found.fields["num_layers_at_end_in_bf16"]) == (None, last)

@@ -65,10 +65,7 @@ def holds(found: Imported, stack: str, claim: str) -> bool:
 
 ZERO1 = '"zero_optimization": {"stage": 1}'
 BF16 = '{"bf16": {"enabled": true}'
-FSDP, CPU = (
-    "{distributed_type: FSDP, mixed_precision: bf16, fsdp_config: {",
-    "{distributed_type: MULTI_CPU, use_cpu: true, mixed_precision: ",
-)
+FSDP = "{distributed_type: FSDP, mixed_precision: bf16, fsdp_config: {"
 WIRED = "model: {torch_dtype: float32}, distributed: {strategy: fsdp2"
 EXPERTS = "{step_scheduler: {}, model: {torch_dtype: bfloat16, backend: {"
 FILTER = "py: Float8LinearConverter.Config(filter_fqns=['lm_head', 'router.gate'])"
@@ -91,14 +88,14 @@ ROWS: list[tuple[str, ...]] = [
     (LM, "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16", "wire=bf16"),
     (LM, "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "contradicts"),
     # quantization
-    (LM, "--bf16 --fp8-format hybrid", "fields.fp8_recipe=delayed"),
-    (MB, "mixed_precision: {bf16: true, fp8: hybrid}", "fields.fp8_recipe=tensorwise"),
+    # alone, one word means delayed scaling there and tensorwise here
+    (LM, "--bf16 --fp8-format hybrid", "fields.fp8_recipe=delayed", "in_force: --fp8-recipe delayed", "in_force: --fp8-amax-history-len 1", "in_force: --optimizer adam",
+     "in_force: --accumulate-allreduce-grads-in-fp32 (its parser"),
+    (MB, "mixed_precision: {bf16: true, fp8: hybrid}", "fields.fp8_recipe=tensorwise", "in_force: mixed_precision.fp8_recipe=tensorwise", "in_force: optimizer.optimizer=adam"),
     (LM, "--bf16 --fp8-recipe mxfp8", "fields.fp8=-", "inert: nothing is quantized"),
     (LM, "--bf16 --use-precision-aware-optimizer --fp8-recipe mxfp8", "inert: moves the main weights", "quantization=none"),
     *((LM, f"--bf16 --fp8-format e4m3 --fp8-recipe {word}", "fields.fp8=e4m3", f"quantization~{word}") for word in ("delayed", "tensorwise", "blockwise")),
     (LM, "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", "fields.fp8=e4m3", "quantization~mxfp8", "!contradicts"),
-    # Transformer Engine's recipe state takes E5M2 for the backward quantizers of a hybrid format, with blocks of 32 too
-    (LM, "--bf16 --fp8-format hybrid --fp8-recipe mxfp8", "contradicts: E5M2", "quantization~hybrid"),
     (LM, "--bf16 --fp8-format hybrid --first-last-layers-bf16", "contradicts"),
     (LM, "--bf16 --fp8-format hybrid --transformer-impl local", "contradicts: nothing is quantized"),
     (LM, "--bf16 --num-layers-at-start-in-bf16 3", "inert: without --first-last-layers-bf16"),
@@ -124,10 +121,11 @@ ROWS: list[tuple[str, ...]] = [
     *((LM, f"--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy {word}", f"sharded={sharded}") for word, sharded in
       {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "everything"}.items()),
     (LM, "--bf16 --use-precision-aware-optimizer --optimizer sgd", "contradicts: without --use-distributed-optimizer", "contradicts: takes only adam"),
-    (LM, "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer", "!contradicts", "recipe=bf16_mixed, use_precision_aware_optimizer=true", "!apart"),
+    (LM, "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer", "in_force: --exp-avg-dtype fp32", "in_force: --main-params-dtype fp32", "!contradicts", "recipe=bf16_mixed, use_precision_aware_optimizer=true", "!apart"),
     (LM, "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype fp8", "recipe=bf16_mixed, exp_avg_dtype=uint8", "!apart"),
     (LM, "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "recipe=bf16_mixed_bf16_moments", "!apart"),
-    (LM, "--bf16 --fp8-format hybrid --fp8-recipe mxfp8", "recipe=bf16_with_mxfp8_mixed, fp8=hybrid, fp8_param_gather=false, reuse_grad_buf_for_mxfp8_param_ag=false", "!apart"),
+    # Transformer Engine's recipe state takes E5M2 for the backward quantizers of a hybrid format, with blocks of 32 too
+    (LM, "--bf16 --fp8-format hybrid --fp8-recipe mxfp8", "contradicts: E5M2", "quantization~hybrid", "recipe=bf16_with_mxfp8_mixed, fp8=hybrid, fp8_param_gather=false, reuse_grad_buf_for_mxfp8_param_ag=false", "!apart"),
     (LM, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "recipe=bf16_with_fp8_subchannel_scaling_mixed, fp8=e4m3", "!apart"),
     # unknown and stray words
     *((LM, f"--bf16 {word}", "unknown") for word in
@@ -233,12 +231,10 @@ ROWS: list[tuple[str, ...]] = [
     # accelerate
     (AC, "{distributed_type: FSDP, mixed_precision: bf16}", "wire=bf16", "autocast=bf16", "assumed: differs between versions", "!assumed: silently"),
     (AC, "{distributed_type: MULTI_GPU, mixed_precision: bf16}", "wire=fp32", "autocast=bf16"),
-    *((AC, f"{FSDP}fsdp_version: {version}}}}}", f"autocast={autocast}") for version, autocast in {"1": "bf16", "'1'": "bf16", "2": "none", "'2'": "none", "2.0": "none"}.items()),
-    (AC, FSDP + "fsdp_version: 2}}", "wire=bf16"),
+    *((AC, f"{FSDP}fsdp_version: {version}}}}}", f"autocast={autocast}", "wire=bf16") for version, autocast in {"1": "bf16", "'1'": "bf16", "2": "none", "'2'": "none", "2.0": "none"}.items()),
     *((AC, f"{FSDP}{key}: NO_SHARD}}}}", "sharded=nothing", "wire=bf16", "bytes_text=16") for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")),
     *((AC, f"{FSDP}{key}: SHARD_GRAD_OP}}}}", "sharded=everything") for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")),
     (AC, "{mixed_precision: fp8}", "quantization~amax history 1024 (max)", "undecided: the first of torchao, Transformer Engine and MS-AMP that is installed"),
-    (AC, "{distributed_type: DEEPSPEED, mixed_precision: fp8}", "undecided: that is installed"),
     (AC, "{mixed_precision: fp8, fp8_config: {backend: AO}}", "quantization~tensorwise", "!undecided"),
     (AC, "{mixed_precision: fp8, fp8_config: {backend: TE, amax_compute_algo: most_recent}}", "quantization~amax history 1024 (max)"),
     (AC, "{mixed_precision: fp8, fp8_config: {backend: TE, use_mxfp8_block_scaling: true}}", "quantization~mxfp8"),
@@ -251,7 +247,7 @@ ROWS: list[tuple[str, ...]] = [
     (AC, "{distributed_type: FSDP, mixed_precision: fp8}", "compute=bf16", "wire=bf16", "assumed: silently trains in FP16 under fp8"),
     (AC, "{distributed_type: FSDP, mixed_precision: fp8, fp8_config: {backend: AO}}", "quantization~tensorwise", "cannot_express: are gathered in FP8", "wire=bf16", "compute=bf16"),
     (AC, "{distributed_type: FSDP, mixed_precision: fp8, fp8_config: {backend: AO, enable_fsdp_float8_all_gather: false}}", "!cannot_express: are gathered in FP8"),
-    (AC, "{distributed_type: DEEPSPEED, mixed_precision: fp8}", "storage=bf16", "main=fp32", "quantization~delayed", "fields.fp8_recipe=delayed"),
+    (AC, "{distributed_type: DEEPSPEED, mixed_precision: fp8}", "undecided: that is installed", "storage=bf16", "main=fp32", "quantization~delayed", "fields.fp8_recipe=delayed"),
     (AC, "{distributed_type: MEGATRON_LM, mixed_precision: bf16}", "error: Megatron-LM trains, and its own arguments decide"),
     (AC, "distributed_type: MULTI_GPUS", "contradicts: MULTI_GPUS & nearest: MULTI_GPU"),
     (AC, "{mixed_precision: no, dynamo_config: {dynamo_backend: INDUCTOR}}", "cannot_express: TF32"),
@@ -386,17 +382,14 @@ ROWS: list[tuple[str, ...]] = [
     (AM, "{model: {torch_dtype: bf16}, optimizer: {_target_: mine.Sophia}}", "cannot_express: mine.Sophia: its states are not known here", "optimizer.name=mine.Sophia"),
     # what each stack's own source has as the default of a setting that decides a fact, where nothing is said
     *((stack, text, *(f"in_force: {line}" for line in lines.split("; "))) for stack, text, lines in (
-        (LM, "--bf16 --fp8-format hybrid", "--fp8-recipe delayed; --fp8-amax-history-len 1; --optimizer adam; --accumulate-allreduce-grads-in-fp32 (its parser"),
         (LM, "--fp16", "--initial-loss-scale 2**32; --loss-scale-window 1000; gradients are reduced in FP16"),
         (LM, "--bf16 --use-megatron-fsdp", "--megatron-fsdp-main-grads-dtype auto; --data-parallel-sharding-strategy optim_grads_params"),
-        (LM, "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer", "--exp-avg-dtype fp32; --main-params-dtype fp32"),
         (DS, '{"bf16": {"enabled": true}}', "communication_data_type=bf16; data_types.grad_accum_dtype=bf16; zero_optimization.stage=0"),
         (AM, "{model: {torch_dtype: bf16}}", "distributed.strategy=fsdp2; distributed.mp_policy.reduce_dtype=fp32"),
         (AM, "{distributed: {mp_policy: {param_dtype: bfloat16}}}", "distributed.mp_policy.reduce_dtype=bf16"),
         (AC, "{compute_environment: X, distributed_type: FSDP, mixed_precision: fp8}", "fsdp_config.fsdp_version=1"),
         (LI, "{trainer: {max_epochs: 1}}", "trainer.precision=32-true; trainer.strategy=auto"),
         (LI, "{trainer: {precision: 16-mixed, strategy: deepspeed}}", "trainer.strategy.stage=2; trainer.strategy.initial_scale_power=16"),
-        (MB, "mixed_precision: {bf16: true, fp8: hybrid}", "mixed_precision.fp8_recipe=tensorwise; optimizer.optimizer=adam"),
         (TR, "{bf16: true, fsdp: full_shard}", "optim=adamw_torch_fused; fsdp_config.version=2"),
         (TT, "{training: {steps: 1}}", "training.dtype=fp32; training.mixed_precision_reduce=fp32"))),
     (LM, "--bf16 --fp8-format hybrid --fp8-recipe delayed", "!in_force: --fp8-recipe"),

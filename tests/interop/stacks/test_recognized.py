@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from mpbridge import recipes
-from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.interop.stacks.importers import read_args, read_file, read_text
 from mpbridge.interop.stacks.nearest import Answer, refusals
@@ -31,12 +28,8 @@ def test_arguments_are_read_as_those_of_the_stack_that_has_them(stack: str) -> N
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [
-        ("--bf16", "do not tell the stack"),
-        ("--num-layers 2 --a 1 --b 2 --c 3", "1 of the 4 options"),
-        ("--mine 3", "do not tell"),
-    ],
-)
+    [("--bf16", "do not tell the stack"), ("--num-layers 2 --a 1 --b 2 --c 3", "1 of the 4 options"), ("--mine 3", "do not tell")],
+)  # fmt: skip
 def test_what_the_options_leave_open_is_said(text: str, why: str) -> None:
     found = read_args(text)
     assert found.stack == "megatron-lm"
@@ -54,18 +47,12 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("stack", SCRIPTS)
-def test_a_launch_script_is_read_as_that_of_the_program_that_it_starts(stack: str, tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"#!/bin/bash\n{SCRIPTS[stack]}\n")
+def test_a_launch_script_is_read_as_that_of_the_program_that_it_starts(stack: str, file) -> None:
+    script = file("run.sh", f"#!/bin/bash\n{SCRIPTS[stack]}\n")
     found = read_file(script)
     assert found.stack == stack
     assert read_file(script, stack=stack).meaning == found.meaning
     assert found.meaning.compute.short == "bf16"
-
-
-def test_the_options_of_accelerates_launcher_are_refused_with_what_to_give() -> None:
-    with pytest.raises(DataError, match="accelerate launch are not read: pass its file"):
-        read_text("#!/bin/bash\naccelerate launch --mixed_precision fp8 --use_fsdp train.py --bf16", name="run.sh")
 
 
 def test_bridges_script_options_are_named_beside_its_overrides() -> None:
@@ -74,7 +61,9 @@ def test_bridges_script_options_are_named_beside_its_overrides() -> None:
     assert any("--recipe llama32_1b" in line for line in found.assumed)
 
 
-def test_deepspeeds_launcher_is_refused_by_the_file_that_decides() -> None:
+def test_launchers_are_refused_with_what_to_give() -> None:
+    with pytest.raises(DataError, match="accelerate launch are not read: pass its file"):
+        read_text("#!/bin/bash\naccelerate launch --mixed_precision fp8 --use_fsdp train.py --bf16", name="run.sh")
     with pytest.raises(DataError, match=r"DeepSpeed, whose settings stand in ds_config.json: pass that file"):
         read_text("#!/bin/bash\ndeepspeed train.py --deepspeed --deepspeed_config ds_config.json --fp16", name="run.sh")
     whole = "deepspeed pretrain_gpt.py --num-layers 2 --micro-batch-size 1 --deepspeed_config ds.json --bf16"
@@ -88,10 +77,8 @@ def test_a_trainer_under_accelerates_launcher_says_what_is_not_read(options: str
     found = read_args(f"accelerate launch {options} run_clm.py --dtype float32 --bf16 --output_dir out")
     assert found.stack == "transformers"
     assert any("the launcher shards the model or casts it" in line for line in found.undecided) is undecided
-    assert (
-        any("the options of accelerate launch before them are not read" in line for line in found.assumed)
-        is not undecided
-    )
+    said = "the options of accelerate launch before them are not read"
+    assert any(said in line for line in found.assumed) is not undecided
 
 
 def test_half_a_script_that_breaks_off_after_a_continuation_is_said() -> None:
@@ -101,16 +88,14 @@ def test_half_a_script_that_breaks_off_after_a_continuation_is_said() -> None:
     assert not any("ends in a line continuation" in line for line in whole.assumed)
 
 
-def test_the_verb_recognizes_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", "--args", "--precision bf16-mixed --strategy fsdp"]) in (0, 1)
-    assert capsys.readouterr().out.startswith("lightning ")
+def test_the_verb_recognizes_arguments(cli) -> None:
+    assert cli("import", "--args", "--precision bf16-mixed --strategy fsdp", code=(0, 1)).startswith("lightning ")
 
 
 def test_every_recipe_trains_on_its_own_engine_and_what_no_engine_takes_is_said() -> None:
     assert {name: lines for name in recipes if (lines := refusals(Answer(recipe=name, overrides={})))} == {}
-    apart = refusals(
-        Answer(recipe="bf16_mixed", overrides={"grad_reduce_in_fp32": False, "grad_accumulation_dtype": "fp32"})
-    )
+    overrides = {"grad_reduce_in_fp32": False, "grad_accumulation_dtype": "fp32"}
+    apart = refusals(Answer(recipe="bf16_mixed", overrides=overrides))
     assert any("accumulator-apart-from-the-wire" in line for line in apart)
     assert apart[-1].startswith("engine=megatron_fsdp allows it")
     said = refusals(Answer(recipe="bf16_mixed", overrides={}), {"optimizer": "muon", "muon_momentum": 1.5})

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mpbridge import MixedPrecisionConfig, recipes
-from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Imported
@@ -38,20 +37,13 @@ def back(one: Export, more: str = "") -> Imported:
     if "config_registry.py" not in texts:
         return found
     python = read_python(texts["config_registry.py"], None, stack=one.stack)
-    return dataclasses.replace(
-        found,
-        fields={**found.fields, **python.fields} if found.fields else {},
-        meaning=dataclasses.replace(found.meaning, regions=python.meaning.regions),
-    )
+    fields = {**found.fields, **python.fields} if found.fields else {}
+    meaning = dataclasses.replace(found.meaning, regions=python.meaning.regions)
+    return dataclasses.replace(found, fields=fields, meaning=meaning)
 
 
-UNWRITTEN = {
-    # its router computes in FP32 whatever its text says: there is no text to be read back
-    "torchtitan": ("router",),
-    # true is what megatron-core's class has, so nothing differs from it that could be read back
-    "megatron-bridge": ("softmax_fp32",),
-    "megatron-lm": ("softmax_fp32",),
-}
+# torchtitan's router computes in FP32 whatever its text says, and true is what megatron-core's class has: there is nothing to be read back
+UNWRITTEN = {"torchtitan": ("router",), "megatron-bridge": ("softmax_fp32",), "megatron-lm": ("softmax_fp32",)}
 
 
 @functools.cache
@@ -84,17 +76,11 @@ BASES: dict[str, dict[str, Any]] = {
     "autocast around bf16": get_mixed_precision_config("full_bf16").given() | {"autocast_enabled": True},
 }
 FACTS: dict[str, dict[str, Any]] = {
-    "output_dtype": {"output_dtype": "fp32"},
-    "pipeline_dtype": {"pipeline_dtype": "fp32"},
-    "both": {"output_dtype": "fp32", "pipeline_dtype": "fp32"},
-    "keep_fp32": {"keep_fp32": ("*norm*",)},
-    "logit_dtype": {"logit_dtype": "fp32"},
-    "moe_router_dtype": {"moe_router_dtype": "fp32"},
-    "fp32_residual_connection": {"fp32_residual_connection": True},
-    "residual and pipeline": {"fp32_residual_connection": True, "pipeline_dtype": "fp32"},
-    "softmax in fp32": {"attention_softmax_in_fp32": True},
-    "softmax as computed": {"attention_softmax_in_fp32": False},
-}
+    **{name: {name: "fp32"} for name in ("output_dtype", "pipeline_dtype", "logit_dtype", "moe_router_dtype")},
+    "both": {"output_dtype": "fp32", "pipeline_dtype": "fp32"}, "keep_fp32": {"keep_fp32": ("*norm*",)},
+    "fp32_residual_connection": {"fp32_residual_connection": True}, "residual and pipeline": {"fp32_residual_connection": True, "pipeline_dtype": "fp32"},
+    "softmax in fp32": {"attention_softmax_in_fp32": True}, "softmax as computed": {"attention_softmax_in_fp32": False},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -120,9 +106,8 @@ def test_importing_an_exact_export_gives_the_recipe_back(stack: str) -> None:
 
 @pytest.mark.parametrize("stack", ["megatron-lm", "megatron-bridge", "accelerate", "lightning"])
 def test_the_margin_of_delayed_scaling_comes_back(stack: str) -> None:
-    config = get_mixed_precision_config("bf16_with_fp8_delayed_scaling_mixed").derive(
-        fp8_margin=2, fp8_amax_history_len=16, fp8_amax_compute_algo="max"
-    )
+    said = {"fp8_margin": 2, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
+    config = get_mixed_precision_config("bf16_with_fp8_delayed_scaling_mixed").derive(**said)
     one = export(config, stack)
     found = back(one)
     assert (found.fields["fp8_margin"], found.fields["fp8_amax_history_len"]) == (2, 16)
@@ -149,17 +134,11 @@ def test_a_pasted_export_is_recognized_by_its_comment_and_never_run(stack: str, 
         read_file(path, stack="deepspeed")
 
 
-def test_an_export_that_was_changed_since_is_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_was_changed_since_is_undecided(file, cli) -> None:
     text = export("fp32_params_bf16_compute", "fsdp2").pieces[0].text
-    path = tmp_path / "train.py"
-    for changed in (
-        text.replace("reduce_dtype=torch.float32", "reduce_dtype=args.dtype"),
-        text.rpartition("\n")[0],
-        f"{text}\n{text}",
-    ):
-        path.write_text(changed)
-        assert main(["import", str(path)]) == 1
-        assert "undecided" in capsys.readouterr().out
+    other = text.replace("reduce_dtype=torch.float32", "reduce_dtype=args.dtype")
+    for changed in (other, text.rpartition("\n")[0], f"{text}\n{text}"):
+        assert "undecided" in cli("import", file("train.py", changed), code=1)
 
 
 @pytest.mark.parametrize("stack", [None, "fsdp2", "megatron-lm"])
@@ -179,9 +158,8 @@ def test_python_that_export_did_not_write_is_refused_with_what_to_give(stack: st
     ],
 )  # fmt: skip
 def test_a_comment_that_export_did_not_write_is_one_readable_error(comment: str) -> None:
-    with pytest.raises(
-        DataError, match=r"the comment `mpbridge export --to fsdp2` in line 1 cannot be read|would have"
-    ):
+    said = r"the comment `mpbridge export --to fsdp2` in line 1 cannot be read|would have"
+    with pytest.raises(DataError, match=said):
         read_python(f"# mpbridge export --to fsdp2: {comment}\n", None)
 
 

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.cli.main import main
-from mpbridge.interop.stacks.launch_script import read_script
-
 
 @pytest.mark.parametrize(
     ("name", "text", "undecided"),
@@ -18,16 +15,8 @@ from mpbridge.interop.stacks.launch_script import read_script
         ("both.json", {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, ["bf16.enabled=auto", "fp16.enabled=auto"]),
         ("bridge.json", {"ddp": {"grad_reduce_in_fp32": True}, "model": {"seq_length": 8}, "mixed_precision": None}, ["neither a mixed_precision section"]),
         ("args.json", {"output_dir": "o", "deepspeed": "zero3.json", "dtype": "float32"}, ["deepspeed=zero3.json decides: pass that file"]),
-        (
-            "accelerate.json",
-            {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": {"deepspeed_config_file": "z.json"}},
-            ["z.json decides: pass that file"],
-        ),
-        (
-            "lightning.json",
-            {"trainer": {"strategy": {"class_path": "lightning.pytorch.strategies.DeepSpeedStrategy", "init_args": {"config": "z.json"}}}},
-            ["config=z.json decides: pass that file"],
-        ),
+        ("accelerate.json", {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": {"deepspeed_config_file": "z.json"}}, ["z.json decides: pass that file"]),
+        ("lightning.json", {"trainer": {"strategy": {"class_path": "lightning.pytorch.strategies.DeepSpeedStrategy", "init_args": {"config": "z.json"}}}}, ["config=z.json decides: pass that file"]),
         ("factory.json", {"output_dir": "o", "bf16": True, "finetuning_type": "lora"}, ["finetuning_type: of the program that reads this file"]),
         ("factory_dtype.json", {"output_dir": "o", "bf16": True, "finetuning_type": "full", "dtype": "float32", "fsdp": None}, []),
         ("trl.json", {"output_dir": "o", "bf16": True, "model_name_or_path": "x", "dtype": "bfloat16"}, ["the launcher of the program that reads this file"]),
@@ -39,12 +28,8 @@ from mpbridge.interop.stacks.launch_script import read_script
         ("said.json", {"bf16": {"enabled": True}, "train_batch_size": "auto", "gradient_clipping": "auto"}, []),
     ],
 )  # fmt: skip
-def test_what_decides_elsewhere_is_undecided(
-    name: str, text: object, undecided: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / name).write_text(json.dumps(text))
-    assert main(["import", str(tmp_path / name), "--json"]) == bool(undecided)
-    lines = json.loads(capsys.readouterr().out)["undecided"]
+def test_what_decides_elsewhere_is_undecided(name: str, text: object, undecided: list[str], file, cli) -> None:
+    lines = json.loads(cli("import", file(name, json.dumps(text)), "--json", code=bool(undecided)))["undecided"]
     assert len(lines) == len(undecided)
     assert all(line.startswith(start) for line, start in zip(lines, undecided, strict=True))
 
@@ -74,20 +59,15 @@ def test_what_decides_elsewhere_is_undecided(
         ("cat > z.json <<'E'\n{{\"bf16\": {{\"enabled\": \"$Z\"}}}}\nE\ntorchrun x.py --deepspeed_config z.json", 2, "bf16.enabled='$Z': expected true or false"),
     ],
 )  # fmt: skip
-def test_a_script_decides_or_is_undecided(
-    script: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.sh").write_text(f"#!/bin/bash\n{script.replace('{{', '{').replace('}}', '}')}\n")
-    assert main(["import", str(tmp_path / "a.sh"), "--env", "Z=1"]) == code
-    captured = capsys.readouterr()
-    assert said in captured.out + captured.err
+def test_a_script_decides_or_is_undecided(script: str, code: int, said: str, file, cli) -> None:
+    path = file("a.sh", f"#!/bin/bash\n{script.replace('{{', '{').replace('}}', '}')}\n")
+    assert said in cli("import", path, "--env", "Z=1", code=code)
 
 
-def test_nothing_is_written_that_is_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": "auto"}}')
-    written = tmp_path / "mine.yaml"
-    assert main(["import", str(tmp_path / "ds.json"), "--from", "deepspeed", "--write", str(written)]) == 2
-    assert "not written, since it is undecided: bf16.enabled=auto" in " ".join(capsys.readouterr().err.split())
+def test_nothing_is_written_that_is_undecided(file, tmp_path: Path, cli) -> None:
+    path, written = file("ds.json", '{"bf16": {"enabled": "auto"}}'), tmp_path / "mine.yaml"
+    said = cli("import", path, "--from", "deepspeed", "--write", written, code=2, joined=True)
+    assert "not written, since it is undecided: bf16.enabled=auto" in said
     assert not written.exists()
 
 
@@ -102,41 +82,19 @@ def test_nothing_is_written_that_is_undecided(tmp_path: Path, capsys: pytest.Cap
         ("--from automodel {model: {torch_dtype: bfloat16}, optimizer: {_target_: torch.optim.AdamW}}", 0, "hazards:\n  weights and moments in BF16 without main weights"),
     ],
 )  # fmt: skip
-def test_the_exit_code_says_whether_something_is_lost_or_doubtful(
-    args: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.yaml").write_text(args.partition("{")[1] + args.partition("{")[2])
-    words = ["--from", "automodel", str(tmp_path / "a.yaml")] if "{" in args else ["--args", args]
-    assert main(["import", *words]) == code
-    assert said in capsys.readouterr().out
+def test_the_exit_code_says_whether_something_is_lost_or_doubtful(args: str, code: int, said: str, file, cli) -> None:
+    path = file("a.yaml", args.partition("{")[1] + args.partition("{")[2])
+    assert said in cli("import", *(["--from", "automodel", path] if "{" in args else ["--args", args]), code=code)
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "mixed_precision: {recipe: bf16_mixed}\nddp: {}\n",
-        "mixed_precision: [{recipe: fp32}]\nddp: {}\n",
-        "extends: gpt_tiny\nddp: {}\n",
-    ],
-)
-def test_a_run_of_mpbridge_is_not_read_as_bridges(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text(text)
-    assert main(["import", str(tmp_path / "run.yaml")]) == 2
-    assert "of mpbridge" in capsys.readouterr().err
+    "text", ["mixed_precision: {recipe: bf16_mixed}\nddp: {}\n", "mixed_precision: [{recipe: fp32}]\nddp: {}\n", "extends: gpt_tiny\nddp: {}\n"]
+)  # fmt: skip
+def test_a_run_of_mpbridge_is_not_read_as_bridges(text: str, file, cli) -> None:
+    assert "of mpbridge" in cli("import", file("run.yaml", text), code=2)
 
 
-def test_an_argument_of_a_script_counts_without_those_before_it() -> None:
-    assert read_script('torchrun x.py "$@" --n $9', {"9": "--bf16"}).words == ["--bf16", "--n", "--bf16"]
-    assert read_script('torchrun x.py "$@"', {"10": "c", "2": "b", "1": "a", "0": "s"}).words == ["a", "b", "c"]
-
-
-def test_json_may_have_tabs_and_torchtune_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ds.json").write_text('{\n\t"bf16": {"enabled": true},\n\t"zero_optimization": {"stage": 2}\n}')
-    assert main(["import", str(tmp_path / "ds.json")]) == 0
-    (tmp_path / "tune.yaml").write_text(
-        "output_dir: o\ndtype: bf16\nmodel: {_component_: torchtune.models.llama3.llama3_8b}\n"
-    )
-    assert main(["import", str(tmp_path / "tune.yaml")]) == 2
-    assert "torchtune" in capsys.readouterr().err
+def test_json_may_have_tabs_and_torchtune_is_named(file, cli) -> None:
+    cli("import", file("ds.json", '{\n\t"bf16": {"enabled": true},\n\t"zero_optimization": {"stage": 2}\n}'))
+    tune = "output_dir: o\ndtype: bf16\nmodel: {_component_: torchtune.models.llama3.llama3_8b}\n"
+    assert "torchtune" in cli("import", file("tune.yaml", tune), code=2)

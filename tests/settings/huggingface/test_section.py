@@ -19,39 +19,30 @@ from mpbridge.settings.huggingface.written import config_json
 from tests.settings.huggingface import published
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-_HOW = frozenset(
-    {
+_HOW = frozenset({
         "bias_dropout_fusion", "bias_activation_fusion", "use_fused_weighted_squared_relu", "recompute_granularity", "recompute_modules", "cross_entropy_loss_fusion",
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
         # training's own: the paper's, where config.json says another number or none
         "max_sequence_length", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "init_method_std",
-    }
-)  # fmt: skip
+})  # fmt: skip
 """Settings of the shipped configurations that are about speed, memory or training."""
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        (published.LLAMA_3_8B, "llama3_8b"),
-        (published.QWEN3_30B_A3B, "qwen3_30b_a3b"),
-        (published.DEEPSEEK_V3, "deepseek_v3_671b"),
-        (published.NEMOTRON_3_NANO, "nemotron_3_nano"),
-        (published.NEMOTRON_3_SUPER, "nemotron_3_super"),
-    ],
-    ids=["llama", "qwen3_moe", "deepseek_v3", "nemotron_h", "latent experts"],
-)
-def test_a_published_model_is_the_one_that_ships(config: dict[str, Any], name: str) -> None:
+SHIPPED = {
+    "llama3_8b": published.LLAMA_3_8B, "qwen3_30b_a3b": published.QWEN3_30B_A3B, "deepseek_v3_671b": published.DEEPSEEK_V3,
+    "nemotron_3_nano": published.NEMOTRON_3_NANO, "nemotron_3_super": published.NEMOTRON_3_SUPER,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "config"), SHIPPED.items(), ids=SHIPPED)
+def test_a_published_model_is_the_one_that_ships(name: str, config: dict[str, Any]) -> None:
     shipped = ConfigContainer.load(CONFIGS / f"{name}.yaml").model
     made = section(config)
     latent = bool(made.get("multi_latent_attention"))
     ours, theirs = filled("model", made), filled("model", dict(shipped))
     assert made.keys() - {"max_sequence_length"} <= filled("model", {"multi_latent_attention": latent}).keys()
-    different = {
-        key: (ours[key], theirs[key])
-        for key in theirs.keys() & (shipped.keys() | made.keys())
-        if ours[key] != theirs[key] and key not in _HOW
-    }
+    compared = (theirs.keys() & (shipped.keys() | made.keys())) - _HOW
+    different = {key: (ours[key], theirs[key]) for key in compared if ours[key] != theirs[key]}
     # (ours says the width of a head, where the shipped file leaves it to hidden size and heads)
     assert different == ({} if name != "llama3_8b" else {"kv_channels": (128, None)})
 
@@ -78,9 +69,7 @@ def _without(data: dict[str, Any], name: str) -> dict[str, Any]:
         (published.DEEPSEEK_V3, "routed_scaling_factor", {"moe_router_topk_scaling_factor": 2.5}, {}),
     ],
 )
-def test_a_field_that_is_left_out_has_the_familys_default_and_null_has_none(
-    config: dict[str, Any], key: str, wanted: dict[str, Any], of_null: dict[str, Any]
-) -> None:
+def test_a_field_that_is_left_out_has_the_familys_default_and_null_has_none(config, key, wanted, of_null) -> None:
     left_out, null = section(_without(config, key)), section(config | {key: None})
     assert {name: left_out.get(name) for name in wanted} == wanted
     assert {name: null.get(name) for name in of_null} == of_null
@@ -91,9 +80,8 @@ def test_scaled_rotary_embeddings_keep_their_factors() -> None:
     assert (made["rope_scaling"], made["rope_scaling_factor"], made["rotary_base"]) == (True, 8.0, 500000.0)
     linear = section(published.LLAMA_3_8B | {"rope_scaling": {"type": "linear", "factor": 4.0}})
     assert linear["seq_len_interpolation_factor"] == 4.0
-    new = section(
-        _without(published.LLAMA_3_8B, "rope_theta") | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    )
+    parameters = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    new = section(_without(published.LLAMA_3_8B, "rope_theta") | parameters)
     assert new["rotary_base"] == 1e6
 
 
@@ -111,11 +99,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
         ({"attention_factor": 1.1386294361119891, "mscale": 0.7, "mscale_all_dim": 0.4}, (None, None)),
         ({"attention_factor": 1.0}, (1.0, 1.0)),
     ],
-    ids=["0.1 ln 4 + 1", "two scales", "mscale alone", "all dimensions alone", "the same factor given", "no factor"],
 )
-def test_yarn_multiplies_sines_and_cosines_as_transformers_does(
-    more: dict[str, float], scales: tuple[float | None, float | None]
-) -> None:
+def test_yarn_multiplies_sines_and_cosines_as_transformers_does(more, scales) -> None:
     made = section(published.QWEN2_5_7B | {"rope_scaling": YARN | more})
     assert made["position_embedding_type"] == "yarn"
     assert (made["yarn_rotary_scaling_factor"], made["yarn_original_max_position_embeddings"]) == (4.0, 32768)
@@ -127,11 +112,8 @@ def test_yarn_multiplies_sines_and_cosines_as_transformers_does(
 
 def test_scales_of_latent_yarn_are_transformers() -> None:
     latent, scaling = published.DEEPSEEK_V3, published.DEEPSEEK_V3["rope_scaling"]
-    for given, found in (
-        ({}, (1.0, 1.0)),
-        ({"mscale": 0.7}, (0.7, 1.0)),
-        ({"mscale": 0.7, "mscale_all_dim": 0}, (1.0, 0.0)),
-    ):
+    cases = (({}, (1.0, 1.0)), ({"mscale": 0.7}, (0.7, 1.0)), ({"mscale": 0.7, "mscale_all_dim": 0}, (1.0, 0.0)))
+    for given, found in cases:
         made = section(latent | {"rope_scaling": scaling | given})
         # transformers leaves mscale out of account unless mscale_all_dim is there
         assert (made["mscale"], made["mscale_all_dim"]) == found
@@ -149,32 +131,16 @@ REFUSED = [
     (_without(LLAMA_3_8B, "num_hidden_layers"), {}, "num_hidden_layers is missing"),
     (LLAMA_3_8B, {"hidden_size": "wide"}, 'hidden_size="wide": expected a whole number'),
     (LLAMA_3_8B, {"hidden_size": 1 << 50}, "hidden_size="),
-    (
-        LLAMA_3_8B,
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope_type='dynamic': expected default, linear, llama3 or yarn",
-    ),
+    (LLAMA_3_8B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic': expected default, linear, llama3 or yarn"),
     (DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear': expected default or yarn"),
     (LLAMA_3_8B, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     (LLAMA_3_8B, {"rope_scaling": _without(ROPE, "factor")}, "rope_scaling.factor is missing"),
     (LLAMA_3_8B, {"rope_scaling": _without(YARN, "factor")}, "rope_scaling.factor is missing"),
-    (
-        LLAMA_3_8B,
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        "rope_scaling.original_max_position_embeddings is missing",
-    ),
+    (LLAMA_3_8B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.original_max_position_embeddings is missing"),
     (LLAMA_3_8B, {"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
     (LLAMA_3_8B, {"rope_scaling": YARN | {"factor": "4"}}, 'rope_scaling.factor="4"'),
-    (
-        LLAMA_3_8B,
-        {"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 32}},
-        "rope_scaling.beta_fast=1: expected more than beta_slow=32",
-    ),
-    (
-        LLAMA_3_8B,
-        {"rope_scaling": YARN | {"attention_factor": 1.5}},
-        "rope_scaling.attention_factor=1.5: expected 1, or 1.138",
-    ),
+    (LLAMA_3_8B, {"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 32}}, "rope_scaling.beta_fast=1: expected more than beta_slow=32"),
+    (LLAMA_3_8B, {"rope_scaling": YARN | {"attention_factor": 1.5}}, "rope_scaling.attention_factor=1.5: expected 1, or 1.138"),
     (LLAMA_3_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: expected 1"),
     (LLAMA_3_8B, {"rope_scaling": ROPE, "rope_parameters": YARN}, "differ, and transformers uses the first"),
     (LLAMA_3_8B, {"rope_scaling": "yarn"}, "rope_scaling: expected one mapping"),
@@ -188,15 +154,11 @@ REFUSED = [
     (MAMBA2_370M, {"conv_kernel": 8}, "conv_kernel=8: expected 4"),
     (MAMBA2_370M, {"time_step_limit": [0.0, 0.1]}, "megatron-core does not limit step sizes"),
     (MAMBA2_370M, {"num_heads": 16}, "hidden_size times expand=2 is not 16 heads of 64 channels"),
-    (
-        _without(published.NEMOTRON_3_NANO, "hybrid_override_pattern") | {"layers_block_type": ["mamba", "rwkv"]},
-        {},
-        "expected attention, full_attention",
-    ),
+    (_without(published.NEMOTRON_3_NANO, "hybrid_override_pattern"), {"layers_block_type": ["mamba", "rwkv"]}, "expected attention, full_attention"),
     (published.NEMOTRON_3_NANO, {"num_hidden_layers": 8}, "num_hidden_layers=8 for 52 layers"),
     (published.NEMOTRON_3_SUPER, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1: expected 0"),
     (published.MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: expected 0.0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "change", "said"), REFUSED, ids=[said for *_, said in REFUSED])
@@ -221,8 +183,7 @@ def test_every_fault_comes_at_once() -> None:
 def test_a_section_becomes_the_config_that_it_came_from(config: dict[str, Any]) -> None:
     made = section(config)
     back = config_json(filled("model", made), rows=config["vocab_size"], dtype=config["torch_dtype"])
-    ours, theirs = section(back), made
-    assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} == set()
+    assert section(back) == made
     shared = back.keys() & config.keys() - {"sliding_window", "rope_scaling", "max_window_layers", "residual_in_fp32"}
     assert {key: back[key] for key in shared} == {key: config[key] for key in shared}
 
@@ -273,9 +234,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize(("config", "files", "said"), FOLDERS.values(), ids=FOLDERS)
-def test_what_could_run_code_or_is_damaged_is_refused(
-    tmp_path: Path, config: Any, files: dict[str, bytes], said: str
-) -> None:
+def test_what_could_run_code_or_is_damaged_is_refused(tmp_path: Path, config: Any, files: dict[str, bytes], said: str) -> None:  # fmt: skip
     place = folder(tmp_path / "model", config, **files)
     with pytest.raises((BadValue, Contradiction)) as refused:
         tree(f"hf:{place}")
@@ -295,29 +254,11 @@ def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
 def test_verbs_that_think_answer_for_a_folder_without_any_library(tmp_path: Path) -> None:
     vocabulary = json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}).encode()
     place = folder(tmp_path / "model", published.LLAMA_3_1_8B, tokenizer__json=vocabulary)
-    words = [
-        "memory",
-        "--config",
-        f"hf:{place}",
-        "--target",
-        "b200",
-        "data.tokenizer=" + str(place),
-        "model.vocab_size=null",
-    ]
-    heavy = (
-        "torch",
-        "megatron",
-        "numpy",
-        "safetensors",
-        "tokenizers",
-        "transformers",
-        "datasets",
-        "huggingface_hub",
-        "pyarrow",
-    )
+    words = f"memory --config hf:{place} --target b200 data.tokenizer={place} model.vocab_size=null".split()
+    heavy = {"torch", "megatron", "numpy", "safetensors", "tokenizers", "transformers", "datasets", "huggingface_hub", "pyarrow"}  # fmt: skip
     code = (
         f"import sys\nfrom mpbridge.cli.main import main\nassert main({words!r}) in (0, 1)\n"
-        f"print(sorted(set({heavy!r}) & set(sys.modules)), file=sys.stderr)"
+        f"print(sorted({heavy!r} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.stderr.strip() == "[]"
