@@ -31,7 +31,7 @@ class DType(enum.IntEnum):
 
 DType.__module__ = _MODULE
 DType.__str__ = enum.Enum.__str__  # type: ignore[method-assign]  # "DType.kFloat8E4M3" as in pybind; since Python 3.11 an IntEnum prints the number
-_TORCH: Mapping[int, torch.dtype] = types.MappingProxyType(
+TORCH: Mapping[int, torch.dtype] = types.MappingProxyType(
     {
         DType.kByte: torch.uint8,
         DType.kInt32: torch.int32,
@@ -51,9 +51,9 @@ def torch_dtype(code: Any) -> torch.dtype:
     """The torch dtype of a `DType` (or of its number, or a torch dtype itself); FP8 is stored as uint8. Raises BadValue."""
     if isinstance(code, torch.dtype):
         return code
-    if int(code) not in _TORCH:
+    if int(code) not in TORCH:
         raise BadValue(f"Transformer Engine's dtype {code!r} has no torch dtype (expected one of {list(DType)})")
-    return _TORCH[int(code)]
+    return TORCH[int(code)]
 
 
 def number_format(code: Any) -> NumberFormat:

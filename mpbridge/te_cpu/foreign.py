@@ -249,7 +249,7 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
             os.environ.update(_world_of_one(own_port))
             if connections:
                 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-            with children_play(played.machine.name, ".".join(map(str, played.release))):
+            with children_play(played.machine.name, played.text):
                 yield
     finally:
         for name in made:

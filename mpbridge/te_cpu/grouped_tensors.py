@@ -14,13 +14,13 @@ import torch
 
 from mpbridge.numerics.scales import peaks_over
 from mpbridge.te_cpu.casts import (
-    current_reduced,
     current_scale,
     fill,
     nvfp4_amaxes,
     nvfp4_codes,
     nvfp4_columns,
     nvfp4_reduced,
+    reduced,
     store,
 )
 from mpbridge.te_cpu.enums import torch_dtype
@@ -227,7 +227,9 @@ def group_requantize_inplace(
     grouped_swizzle_for_gemm(grouped_x, True, False)
     grouped_x.scale_inv = grouped_x.scale_inv.reshape(-1)
     if columnwise and values is not None:
-        usable = _usable(tensor_offsets, num_tensors)
+        usable = tensor_offsets
+        if usable is not None and (usable.dtype is not torch.int64 or usable.numel() != num_tensors + 1):
+            usable = None
         fused = _requantized_by_one_kernel(quantizer, otype, rows, first_dims, usable)
         # the one kernel leaves the quantizer as it is; the chain of kernels switches its row copy off
         columns_only = quantizer.copy() if fused else quantizer
@@ -240,14 +242,6 @@ def group_requantize_inplace(
         grouped_x.columnwise_data, grouped_x.columnwise_scale_inv = made.columnwise_data, made.columnwise_scale_inv
         grouped_x._with_gemm_swizzled_scales = grouped_x._with_gemm_swizzled_scales or fused
     return values if return_dequantized else None
-
-
-# --- one kernel or several-------------------------------------------------------------------------------------------------------------
-def _usable(offsets: torch.Tensor | None, num_tensors: int) -> torch.Tensor | None:
-    """The offsets if the fused kernel takes them."""
-    return (
-        offsets if offsets is not None and offsets.dtype is torch.int64 and offsets.numel() == num_tensors + 1 else None
-    )
 
 
 def _requantized_by_one_kernel(
@@ -270,12 +264,12 @@ def _fill(quantizer: Any, tensor: torch.Tensor, out: Any, *, amaxes_known: bool 
     source = tensor.detach()
     if is_one_tensor(out):
         whole = quantized(source, quantizer)
-        for copy, name in ((out.rowwise_data, "rowwise_data"), (out.columnwise_data, "columnwise_data")):
-            if copy is not None:
-                copy.copy_(getattr(whole, f"_{name}").reshape(-1))
-        for scales, name in ((out.scale_inv, "rowwise"), (out.columnwise_scale_inv, "columnwise")):
-            if scales is not None:
-                scales.copy_(getattr(whole, f"_{name}_scale_inv").reshape(-1))
+        for into, name in (
+            (out.rowwise_data, "rowwise_data"), (out.columnwise_data, "columnwise_data"),
+            (out.scale_inv, "rowwise_scale_inv"), (out.columnwise_scale_inv, "columnwise_scale_inv"),
+        ):  # fmt: skip
+            if into is not None:
+                into.copy_(getattr(whole, f"_{name}").reshape(-1))
         return
     groups = [(member, part(source, start, shape)) for member, start, shape in members(out)]
     kind = kind_of(quantizer)
@@ -296,7 +290,7 @@ def _fill(quantizer: Any, tensor: torch.Tensor, out: Any, *, amaxes_known: bool 
 
 def _fill_current(quantizer: Any, groups: Sequence[tuple[Any, torch.Tensor]], out: Any) -> None:
     peaks = [peaks_over(x).reshape(1) if x.numel() else torch.zeros(1) for _, x in groups]
-    out.amax.copy_(current_reduced(quantizer, torch.cat(peaks)))
+    out.amax.copy_(reduced(quantizer, torch.cat(peaks)))
     out.scale.copy_(current_scale(quantizer, out.amax))
     for (member, x), scale in zip(groups, out.scale, strict=True):
         if x.numel():

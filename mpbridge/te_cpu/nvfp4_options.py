@@ -20,7 +20,8 @@ _ROWS = "Row-scaled NVFP4 quantization"
 _SIX = "NVFP4 4over6 quantization"
 
 
-def _by_row(quantizer: Any) -> bool:
+def by_rows(quantizer: Any) -> bool:
+    """Whether an NVFP4 quantizer keeps an amax for each row."""
     return bool(getattr(quantizer, "row_scaled_nvfp4", False))
 
 
@@ -42,10 +43,10 @@ class _Rule:
 _RULES = (
     _Rule((2, 17), lambda q, x: _six(q) and q.with_rht, f"{_SIX} does not support RHT."),
     _Rule((2, 17), lambda q, x: _six(q) and q.stochastic_rounding, f"{_SIX} does not support stochastic rounding."),
-    _Rule((2, 16), lambda q, x: _by_row(q) and q.with_rht, f"{_ROWS} does not support RHT."),
-    _Rule((2, 16), lambda q, x: _by_row(q) and q.with_2d_quantization, f"{_ROWS} does not support 2D quantization."),
-    _Rule((2, 16), lambda q, x: _by_row(q) and q.stochastic_rounding, f"{_ROWS} does not support stochastic rounding."),
-    _Rule((2, 16), lambda q, x: _by_row(q) and q.with_amax_reduction, f"{_ROWS} does not support amax reduction."),
+    _Rule((2, 16), lambda q, x: by_rows(q) and q.with_rht, f"{_ROWS} does not support RHT."),
+    _Rule((2, 16), lambda q, x: by_rows(q) and q.with_2d_quantization, f"{_ROWS} does not support 2D quantization."),
+    _Rule((2, 16), lambda q, x: by_rows(q) and q.stochastic_rounding, f"{_ROWS} does not support stochastic rounding."),
+    _Rule((2, 16), lambda q, x: by_rows(q) and q.with_amax_reduction, f"{_ROWS} does not support amax reduction."),
     _Rule(
         (2, 9), lambda q, x: q.with_rht and x.dtype is not torch.bfloat16, "RHT is only supported for bfloat16 input"
     ),
@@ -62,13 +63,13 @@ _RULES = (
     ),
     _Rule(
         (2, 19),
-        lambda q, x: _by_row(q) and q.columnwise_usage and _six(q),
+        lambda q, x: by_rows(q) and q.columnwise_usage and _six(q),
         "Row-scaled NVFP4 transpose quantization is not supported with 4over6 mode. The 4over6 kernel does not consume the "
         "per-row/per-column amaxes, so the columnwise output would be incorrect.",
     ),
     _Rule(
         (2, 19),
-        lambda q, x: _by_row(q) and q.columnwise_usage and not _in_tiles_of_32(x),
+        lambda q, x: by_rows(q) and q.columnwise_usage and not _in_tiles_of_32(x),
         "Row-scaled NVFP4 transpose quantization requires BF16 input and dimensions that are multiples of 32.",
     ),
     _Rule(
@@ -101,7 +102,7 @@ def check(quantizer: Any, x: torch.Tensor) -> None:
 
 def check_usages(quantizer: Any) -> None:
     """Raises RuntimeError for copies that a row-scaled tensor cannot have."""
-    if not _by_row(quantizer):
+    if not by_rows(quantizer):
         return
     if not quantizer.rowwise_usage:
         raise RuntimeError(f"{_ROWS} requires rowwise usage.")
@@ -111,7 +112,7 @@ def check_usages(quantizer: Any) -> None:
 
 def cast_together(quantizers: Sequence[Any], parts: Sequence[torch.Tensor]) -> bool:
     """Whether kernels cast all parts at once: those before release 2.14 are tried on any that share a buffer without gaps."""
-    if any(map(_by_row, quantizers)):
+    if any(map(by_rows, quantizers)):
         return False
     if now().release >= (2, 14):
         return parts[0].shape[-1] % 128 == 0

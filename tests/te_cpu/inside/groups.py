@@ -21,8 +21,7 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from mpbridge.common.errors import Refused
-from mpbridge.te_cpu import played
-from mpbridge.te_cpu.played import Played, now
+from mpbridge.te_cpu.played import now, playing
 
 ROWS = (128, 0, 384, 256)
 """Rows of the groups; the buffer has 256 more, which belong to none."""
@@ -189,12 +188,8 @@ def test_groups_that_do_not_fit_are_refused(rows, message) -> None:
 
 
 def test_releases_before_have_no_grouped_tensors_here() -> None:
-    played.enter(Played(machine=now().machine, release=(2, 19)))
-    try:
-        with pytest.raises(Refused, match=r"group_quantize .* from release 2\.20 on"):
-            tex.group_quantize(tokens()[0], current(), len(ROWS), tokens()[1])
-    finally:
-        played.leave()
+    with playing(now().machine, (2, 19)), pytest.raises(Refused, match=r"group_quantize .* from release 2\.20 on"):
+        tex.group_quantize(tokens()[0], current(), len(ROWS), tokens()[1])
 
 
 RECIPES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,9 +18,8 @@ from mpbridge.backend.devices.redirect import CPU
 from mpbridge.common.errors import Refused
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.precision.regions import Quant
-from mpbridge.te_cpu import played
 from mpbridge.te_cpu.operands import gemm_operand, values_of
-from mpbridge.te_cpu.played import Played, now
+from mpbridge.te_cpu.played import now, playing
 from mpbridge.te_cpu.swizzle import swizzled
 
 BLACKWELL = now().capability >= (10, 0)
@@ -133,13 +133,8 @@ def test_scales_of_parts_quantized_together_are_all_in_tiles_or_none(sizes, opti
 @pytest.fixture
 def release():
     """Plays the machine with another release for the rest of the test."""
-
-    def play(number: tuple[int, int]) -> None:
-        played.enter(Played(machine=now().machine, release=number))
-
-    before = len(played._now)
-    yield play
-    del played._now[before:]
+    with ExitStack() as stack:
+        yield lambda number: stack.enter_context(playing(now().machine, number))
 
 
 @pytest.mark.since((2, 20))
