@@ -96,9 +96,9 @@ class FP8TensorMeta:
         self.scale = self.scale_inv = self.amax_history = torch.Tensor()
 
 
-def _enumeration(name: str, members: dict[str, int]) -> Any:
+def _enumeration(name: str, members: tuple[str, ...]) -> Any:
     base: Any = enum.IntEnum
-    made: Any = base(name, members, module=_MODULE)
+    made = base(name, members, module=_MODULE, start=0)
     made.__str__ = enum.Enum.__str__
     return made
 
@@ -117,23 +117,16 @@ def enumerations(release: tuple[int, ...]) -> dict[str, Any]:
         "NVTE_QKV_Format": tuple(f"NVTE_{name}" for name in formats),
         "NVTE_QKV_Layout": tuple(f"NVTE_{name}" for name in layouts),
         "NVTE_Fused_Attn_Backend": (*backends, "NVTE_F16_arbitrary_seqlen", "NVTE_FP8", "NVTE_No_Backend"),
-        "NVTEScalingMode": (
-            "NVTE_DELAYED_TENSOR_SCALING", "NVTE_MXFP8_1D_SCALING", "NVTE_BLOCK_SCALING_1D", "NVTE_BLOCK_SCALING_2D",
-            "NVTE_NVFP4_1D_SCALING", "NVTE_INVALID_SCALING",
-        ),
-        "NVTERoutingMapFormat": ("BYTEMAP", "BITMAP_U8"),
-        "NVTEQBHistogramMode": ("TWO_KERNEL", "FUSED_ATOMIC"),
-    }  # fmt: skip
-    if release < (2, 18):
-        for later in ("NVTEScalingMode", "NVTEQBHistogramMode"):
-            del members[later]
-    if release < (2, 17):
-        del members["NVTERoutingMapFormat"]
-    made: dict[str, Any] = {
-        name: _enumeration(name, {m: i for i, m in enumerate(given)}) for name, given in members.items()
     }
     if release < (2, 17):
-        made["Float8BlockScaleTensorFormat"] = _enumeration(
-            "Float8BlockScaleTensorFormat", {"GEMM_READY": 0, "COMPACT": 1, "INVALID": 2}
-        )
+        members["Float8BlockScaleTensorFormat"] = ("GEMM_READY", "COMPACT", "INVALID")
+    else:
+        members["NVTERoutingMapFormat"] = ("BYTEMAP", "BITMAP_U8")
+    if release >= (2, 18):
+        members["NVTEScalingMode"] = (
+            "NVTE_DELAYED_TENSOR_SCALING", "NVTE_MXFP8_1D_SCALING", "NVTE_BLOCK_SCALING_1D", "NVTE_BLOCK_SCALING_2D",
+            "NVTE_NVFP4_1D_SCALING", "NVTE_INVALID_SCALING",
+        )  # fmt: skip
+        members["NVTEQBHistogramMode"] = ("TWO_KERNEL", "FUSED_ATOMIC")
+    made = {name: _enumeration(name, given) for name, given in members.items()}
     return {"DType": DType, "FP8TensorMeta": FP8TensorMeta, **made}

@@ -58,13 +58,13 @@ def group_quantize(
     options that the kernels refuse.
     """
     require("group_quantize")
-    shape = two_dimensions(tensor)
+    shape, sizes = two_dimensions(tensor), (first_dims, last_dims, tensor_offsets)
     if output is None:
-        output = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, (first_dims, last_dims, tensor_offsets))
+        output = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, sizes)
     else:
-        check_reuse(output, quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
+        check_reuse(output, quantizer, shape, num_tensors, sizes)
     if tensor.numel():
-        check_quantizable(quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
+        check_quantizable(quantizer, shape, num_tensors, sizes)
         # the kernels of NVFP4 are not given the flag
         if noop_flag is None or float(noop_flag.reshape(-1)[0]) != 1.0 or kind_of(quantizer) == "nvfp4":
             _fill(quantizer, tensor, output)
@@ -84,16 +84,16 @@ def nvfp4_group_quantize_with_amax(
 ) -> Any:
     """`group_quantize` to NVFP4 with amaxes that are known: fp32 [num_tensors] each; the result holds these very tensors."""
     require("nvfp4_group_quantize_with_amax")
-    shape = two_dimensions(tensor)
+    shape, sizes = two_dimensions(tensor), (first_dims, last_dims, tensor_offsets)
     check_amaxes("nvfp4_group_quantize_with_amax", quantizer, rowwise_amax, columnwise_amax, num_tensors)
-    out = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, (first_dims, last_dims, tensor_offsets))
+    out = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, sizes)
     if out.amax is not None:
         out.amax = rowwise_amax
     if out.columnwise_amax is not None:
         out.columnwise_amax = columnwise_amax
     nvfp4_reduced(quantizer, out.amax, out.columnwise_amax)
     if tensor.numel():
-        check_quantizable(quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
+        check_quantizable(quantizer, shape, num_tensors, sizes)
         _fill(quantizer, tensor, out, amaxes_known=True)
     return out
 
@@ -170,16 +170,14 @@ def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> No
     quantizer = tensor.quantizer
     if quantizer is None or kind_of(quantizer) != "mxfp8" or tensor._with_gemm_swizzled_scales:
         return
-    row = rowwise and tensor.scale_inv is not None and tensor.scale_inv.numel() > 0
-    column = columnwise and tensor.columnwise_scale_inv is not None and tensor.columnwise_scale_inv.numel() > 0
-    if not (row or column):
-        return
-    uniform = tensor.first_dims is None and tensor.last_dims is None
-    parts = members(tensor)
-    tensor.scale_inv = _in_tile_order(parts, "rowwise", tensor.scale_inv, uniform) if row else None
-    columns = tensor.columnwise_scale_inv
-    tensor.columnwise_scale_inv = _in_tile_order(parts, "columnwise", columns, uniform) if column else None
-    tensor._with_gemm_swizzled_scales = True
+    rows, columns = tensor.scale_inv, tensor.columnwise_scale_inv
+    row = rowwise and rows is not None and rows.numel() > 0
+    column = columnwise and columns is not None and columns.numel() > 0
+    if row or column:
+        uniform, parts = tensor.first_dims is None and tensor.last_dims is None, members(tensor)
+        tensor.scale_inv = _in_tile_order(parts, "rowwise", rows, uniform) if row else None
+        tensor.columnwise_scale_inv = _in_tile_order(parts, "columnwise", columns, uniform) if column else None
+        tensor._with_gemm_swizzled_scales = True
 
 
 def _in_tile_order(parts: Sequence[Group], name: str, scales: torch.Tensor, uniform: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.played import KERNELS, kernel, now
@@ -83,11 +83,6 @@ _REASONS = (
 """How names in transformer_engine_torch without a kernel on a CPU begin, and why they have none."""
 
 
-def reason_of(name: str) -> str | None:
-    """Why a function of the extension has no kernel here; None: no reason is known."""
-    return next((reason for pattern, reason in _REASONS if re.match(pattern, name)), None)
-
-
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
@@ -102,8 +97,8 @@ def caller() -> str:
 def refusal(name: str) -> Callable[..., Any]:
     """A function that raises Refused with the name, the reason and the place of the call."""
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        reason = reason_of(name)
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        reason = next((reason for pattern, reason in _REASONS if re.match(pattern, name)), None)
         if reason is None:
             raise Refused(
                 f"transformer_engine_torch.{name} has no kernel in mpbridge (called from {caller()}): use a GPU, or open an issue with that name"
@@ -117,7 +112,7 @@ def refusal(name: str) -> Callable[..., Any]:
 def refused_name(name: str, reason: str = GRAPHS) -> Callable[..., Any]:
     """A function that raises Refused with the full name that it stands for, the reason and the place of the call."""
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         graph: Any = sys.modules.get("transformer_engine.pytorch.graph")
         if graph is not None and reason is GRAPHS:
             graph.set_capture_end()  # it began before it made the graph, and its modules compute in another way while one is recorded
