@@ -83,6 +83,11 @@ _REASONS = (
 """How names in transformer_engine_torch without a kernel on a CPU begin, and why they have none."""
 
 
+def reason_of(name: str) -> str | None:
+    """Why a function of the extension has no kernel here; None: no reason is known."""
+    return next((reason for pattern, reason in _REASONS if re.match(pattern, name)), None)
+
+
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
@@ -98,7 +103,7 @@ def refusal(name: str) -> Callable[..., Any]:
     """A function that raises Refused with the name, the reason and the place of the call."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        reason = next((reason for pattern, reason in _REASONS if re.match(pattern, name)), None)
+        reason = reason_of(name)
         if reason is None:
             raise Refused(
                 f"transformer_engine_torch.{name} has no kernel in mpbridge (called from {caller()}): use a GPU, or open an issue with that name"

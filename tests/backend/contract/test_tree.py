@@ -12,17 +12,8 @@ from tests.conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = {".ci", "configs", "docs", "mpbridge", "scripts", "tests"}
-FILES = {
-    ".gitignore",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "LICENSE",
-    "MANIFEST.in",
-    "README.md",
-    "mkdocs.yml",
-    "pyproject.toml",
-    "setup.py",
-}
+FILES = {".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md"}
+FILES |= {"mkdocs.yml", "pyproject.toml", "setup.py"}
 
 
 def test_files_that_a_suite_begins_with_are_there() -> None:

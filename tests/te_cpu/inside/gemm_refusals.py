@@ -25,14 +25,15 @@ GROUPS = 4
 WIDE = {torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16, torch.float32: tex.DType.kFloat32}
 
 
-def quantizer(kind: str, *, row: bool = True, column: bool = True) -> Any:
+def quantizer(kind: str, *, row: bool = True, column: bool = True, tiles: bool = True, **options: Any) -> Any:
+    """tiles: scales of MXFP8 and NVFP4 in the order in which GEMMs read them. options: of the class."""
     usages = {"rowwise": row, "columnwise": column}
     if kind == "current":
         return Float8CurrentScalingQuantizer(fp8_dtype=E4M3, device=torch.device("cuda"), **usages)
     if kind == "block":
         return Float8BlockQuantizer(fp8_dtype=E4M3, block_scaling_dim=1, **usages)
-    made = NVFP4Quantizer(**usages) if kind == "nvfp4" else MXFP8Quantizer(fp8_dtype=E4M3, **usages)
-    made.optimize_for_gemm = True
+    made = NVFP4Quantizer(**usages, **options) if kind == "nvfp4" else MXFP8Quantizer(fp8_dtype=E4M3, **usages)
+    made.optimize_for_gemm = tiles
     return made
 
 
@@ -94,10 +95,7 @@ def test_outputs_that_cublas_does_not_have_are_refused(kind: str, dtype: torch.d
 def test_products_that_a_gpu_has_are_computed(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     a, b = operand(kind), operand(kind, 64)
-    wide = [
-        one.float() if isinstance(one, torch.Tensor) and kind in KINDS[:3] else one.dequantize(dtype=torch.float32)
-        for one in (a, b)
-    ]
+    wide = [one.float() if kind in KINDS[:3] else one.dequantize(dtype=torch.float32) for one in (a, b)]
     out = torch.empty(64, 128, dtype=dtype)
     assert multiply(a, b, dtype=dtype, out=out) is out
     torch.testing.assert_close(out.float(), wide[1] @ wide[0].t(), rtol=2**-7, atol=2**-6)
@@ -120,26 +118,18 @@ def test_an_output_has_the_shape_and_the_dtype_of_the_product() -> None:
 
 
 def test_dimensions_that_do_not_meet_are_refused() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"Invalid matrix dimensions for GEMM \(A=\(64,32\), transa=1, B=\(16,64\), transb=0\)"
-    ):
+    words = r"Invalid matrix dimensions for GEMM \(A=\(64,32\), transa=1, B=\(16,64\), transb=0\)"
+    with pytest.raises(RuntimeError, match=words):
         multiply(operand("bfloat16", 64, 32), operand("bfloat16", 16, 64))
 
 
 @pytest.mark.parametrize("kind", ["block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize(("layout", "name"), [("NN", "A"), ("NT", "A"), ("NT", "B")])
+@pytest.mark.parametrize(("layout", "name"), [("NN", "A"), ("NT", "A"), ("NT", "B"), ("TN", "A"), ("TN", "B")])
 def test_a_copy_that_was_not_made_is_named(kind: str, layout: str, name: str) -> None:
-    full, rows = operand(kind), quantizer(kind, column=False)(torch.randn(128, 128).bfloat16())
-    with pytest.raises(RuntimeError, match=f"Input {name} is missing column-wise usage"):
-        multiply(rows if name == "A" else full, rows if name == "B" else full, layout)
-
-
-@pytest.mark.parametrize("kind", ["block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("name", ["A", "B"])
-def test_a_row_copy_that_was_not_made_is_named(kind: str, name: str) -> None:
-    full, columns = operand(kind), quantizer(kind, row=False)(torch.randn(128, 128).bfloat16())
-    with pytest.raises(RuntimeError, match=f"Input {name} is missing row-wise usage"):
-        multiply(columns if name == "A" else full, columns if name == "B" else full)
+    missing = "row" if layout == "TN" else "column"
+    half = quantizer(kind, row=missing != "row", column=missing != "column")(torch.randn(128, 128).bfloat16())
+    with pytest.raises(RuntimeError, match=f"Input {name} is missing {missing}-wise usage"):
+        multiply(*(half if name == side else operand(kind) for side in "AB"), layout)
 
 
 # --- lists of GEMMs -----------------------------------------------------------------------------------------------------------------------
@@ -189,10 +179,8 @@ def plain(columns: int, dtype: torch.dtype = torch.bfloat16, *, groups: int = GR
 
 
 def grouped(kind: str, columns: int = 128, *, row: bool = True, column: bool = True, compact: bool = False) -> Any:
-    made = quantizer(kind, row=row, column=column)
-    made.optimize_for_gemm = not compact
-    if kind == "nvfp4":
-        made.with_rht = made.with_post_rht_amax = True
+    options = {"with_rht": True, "with_post_rht_amax": True} if kind == "nvfp4" else {}
+    made = quantizer(kind, row=row, column=column, tiles=not compact, **options)
     return tex.group_quantize(torch.randn(GROUPS * 128, columns).bfloat16(), made, GROUPS, None)
 
 
@@ -266,12 +254,12 @@ def test_a_list_of_outputs_is_of_one_kind_and_at_most_64() -> None:
 
 @pytest.mark.since((2, 20))
 def test_more_than_64_experts_do_not_train_over_grouped_tensors() -> None:
-    layer = te.GroupedLinear(
-        65, 16, 16, bias=False, params_dtype=torch.bfloat16, device="cuda", use_grouped_tensor=True
-    )
+    how = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
     with pytest.raises(RuntimeError, match="A_list supports up to 64 tensors per kernel, got 65"):
-        layer(torch.randn(65 * 16, 16).bfloat16(), torch.full((65,), 16))
-    alone = te.GroupedLinear(65, 16, 16, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        te.GroupedLinear(65, 16, 16, **how, use_grouped_tensor=True)(
+            torch.randn(65 * 16, 16).bfloat16(), torch.full((65,), 16)
+        )
+    alone = te.GroupedLinear(65, 16, 16, **how)
     assert alone(torch.randn(65 * 16, 16).bfloat16(), [16] * 65).shape == (65 * 16, 16)
 
 
@@ -308,8 +296,7 @@ def test_groups_of_b_come_with_scales_in_tile_order() -> None:
     with pytest.raises(RuntimeError, match="scales must be swizzled"):
         multiply_groups(experts("nvfp4"), grouped("nvfp4", compact=True), plain(256))
     # A's are put in order, also those of a list of which some are already
-    made = quantizer("mxfp8")
-    made.optimize_for_gemm = False
+    made = quantizer("mxfp8", tiles=False)
     results, b = [], grouped("mxfp8")
     for weights in (a, [made(one.dequantize()) for one in a[:2]] + a[2:]):
         d = plain(256)

@@ -9,27 +9,25 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from transformer_engine.common.recipe import (
+from transformer_engine.common.recipe import (  # fmt: skip
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
-from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.played import now, playing
 
+from .gemm_refusals import E4M3, quantizer
+
 ROWS = (128, 0, 384, 256)
 """Rows of the groups; the buffer has 256 more, which belong to none."""
-E4M3 = tex.DType.kFloat8E4M3
 
 
 def current() -> Any:
-    return Float8CurrentScalingQuantizer(fp8_dtype=E4M3, device=torch.device("cuda"))
+    return quantizer("current")
 
 
 def blocks(dimensions: int) -> Any:
@@ -37,15 +35,11 @@ def blocks(dimensions: int) -> Any:
 
 
 def mxfp8(*, columns: bool = True, tiles: bool = False) -> Any:
-    made = MXFP8Quantizer(fp8_dtype=E4M3, rowwise=True, columnwise=columns)
-    made.optimize_for_gemm = tiles
-    return made
+    return quantizer("mxfp8", column=columns, tiles=tiles)
 
 
 def nvfp4(*, tiles: bool = False) -> Any:
-    made = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
-    made.optimize_for_gemm = tiles
-    return made
+    return quantizer("nvfp4", tiles=tiles, with_rht=True, with_post_rht_amax=True)
 
 
 QUANTIZERS = [
@@ -143,18 +137,12 @@ def test_a_row_copy_that_arrived_alone_is_made_ready_for_gemms(fused, monkeypatc
     assert wire.scale_inv.shape == capacity
     assert wire._with_gemm_swizzled_scales
     assert ready.rowwise_usage is (fused == "1")
-    for part, own, seen in zip(
-        wire.split_into_quantized_tensors(),
-        torch.split(x[: sum(ROWS)], ROWS),
-        torch.split(values[: sum(ROWS)], ROWS),
-        strict=True,
-    ):
+    parts, rowwise, columnwise = wire.split_into_quantized_tensors(), x[: sum(ROWS)], values[: sum(ROWS)]
+    for part, own, seen in zip(parts, torch.split(rowwise, ROWS), torch.split(columnwise, ROWS), strict=True):
         if len(own):
-            first, second = mxfp8(tiles=True)(own), mxfp8(tiles=True)(seen)
-            assert torch.equal(part._rowwise_data, first._rowwise_data)
-            assert torch.equal(part._rowwise_scale_inv, first._rowwise_scale_inv)
-            assert torch.equal(part._columnwise_data, second._columnwise_data)
-            assert torch.equal(part._columnwise_scale_inv, second._columnwise_scale_inv)
+            for copy, made in (("_rowwise", mxfp8(tiles=True)(own)), ("_columnwise", mxfp8(tiles=True)(seen))):
+                assert torch.equal(getattr(part, f"{copy}_data"), getattr(made, f"{copy}_data"))
+                assert torch.equal(getattr(part, f"{copy}_scale_inv"), getattr(made, f"{copy}_scale_inv"))
 
 
 @pytest.mark.since((2, 20))
@@ -245,13 +233,8 @@ def test_a_bias_is_added_to_rounded_products_once_per_row(storage) -> None:
     def grouped(data: torch.Tensor, sizes: torch.Tensor | None) -> Any:
         offsets = None if sizes is None else tex.splits_to_offsets(sizes, data.shape[1])
         return storage(
-            shape=tuple(data.shape),
-            dtype=data.dtype,
-            num_tensors=len(ROWS),
-            data=data.reshape(-1),
-            first_dims=sizes,
-            tensor_offsets=offsets,
-        )
+            shape=tuple(data.shape), dtype=data.dtype, num_tensors=len(ROWS), data=data.reshape(-1), first_dims=sizes, tensor_offsets=offsets
+        )  # fmt: skip
 
     out = torch.ones(len(x), 128, dtype=torch.bfloat16)
     tex.te_general_grouped_gemm_for_discrete_in(
@@ -265,10 +248,9 @@ def test_a_bias_is_added_to_rounded_products_once_per_row(storage) -> None:
         expected = (product.double() + scale[own].unsqueeze(1).double() * bias[i].double()).float().bfloat16()
         assert torch.equal(out[own], expected)
         start += size
+    given = grouped(x, rows), False, grouped(out, rows)
     with pytest.raises(RuntimeError, match=f"alpha must have {number} element"):
-        tex.te_general_grouped_gemm_for_discrete_in(
-            weights, True, grouped(x, rows), False, grouped(out, rows), None, None, torch.ones(3), torch.zeros(3)
-        )
+        tex.te_general_grouped_gemm_for_discrete_in(weights, True, *given, None, None, torch.ones(3), torch.zeros(3))
 
 
 @pytest.mark.since((2, 20))
@@ -309,9 +291,8 @@ def test_the_statistics_see_every_gemm_of_grouped_tensors() -> None:
     noise: Any = SimpleNamespace(note=lambda *one: None)
     gemms: Any = SimpleNamespace(fprop=quant, dgrad=quant, wgrad=quant)
     tap = Tap(probe, noise, lambda path: gemms)
-    layer = te.GroupedLinear(
-        len(ROWS), 256, 128, bias=False, params_dtype=torch.bfloat16, device="cuda", use_grouped_tensor=True
-    )
+    how = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda", "use_grouped_tensor": True}
+    layer = te.GroupedLinear(len(ROWS), 256, 128, **how)
     x, rows = tokens(sum(ROWS))
     x.requires_grad_()
     tap.start()

@@ -55,13 +55,8 @@ def test_a_dropped_column_copy_of_square_blocks_is_made_again_from_the_rows() ->
 @pytest.mark.since((2, 20))
 @pytest.mark.parametrize(
     ("name", "wide", "defaults"),
-    [
-        ("scaled_dswiglu", 2, ()),
-        ("scaled_dsituglu", 2, (4.0, 25.0)),
-        ("scaled_clamped_dswiglu", 2, (7.0, 1.702, 1.0)),
-        ("scaled_dsrelu", 1, ()),
-    ],
-)
+    [("scaled_dswiglu", 2, ()), ("scaled_dsituglu", 2, (4.0, 25.0)), ("scaled_clamped_dswiglu", 2, (7.0, 1.702, 1.0)), ("scaled_dsrelu", 1, ())],
+)  # fmt: skip
 def test_backward_activations_take_the_forward_input_by_its_name(name, wide, defaults) -> None:
     x, grad, factors = torch.randn(4, 8 * wide), torch.randn(4, 8), torch.rand(4)
     function = getattr(tex, name)
@@ -125,9 +120,8 @@ def test_scales_of_parts_quantized_together_are_all_in_tiles_or_none(sizes, opti
         if len(own):
             alone = nvfp4(**options)(own)
             for column in (False, True):
-                assert torch.equal(
-                    values_of(part, torch.float32, column=column), values_of(alone, torch.float32, column=column)
-                )
+                found, wanted = (values_of(one, torch.float32, column=column) for one in (part, alone))
+                assert torch.equal(found, wanted)
 
 
 @pytest.fixture
