@@ -76,11 +76,8 @@ class CpuFusedAdam(torch.optim.Optimizer):
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype is torch.float32
-        self.name_to_dtype_map = {
-            "exp_avg": exp_avg_dtype,
-            "exp_avg_sq": exp_avg_sq_dtype,
-            "master_param": master_weight_dtype,
-        }
+        dtypes = (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)
+        self.name_to_dtype_map = dict(zip(("exp_avg", "exp_avg_sq", "master_param"), dtypes, strict=True))
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -95,11 +92,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
         for name in ("exp_avg", "exp_avg_sq"):
             self._allocate(param, name).zero_()
         if self.master_weights:
-            stored = self._allocate(param, "master_param")
-            if self._is_remainder(param, "master_param"):
-                stored.zero_()
-            else:
-                self.set_scaled_state(param, "master_param", param.detach().float())
+            follow(self, param, self._allocate(param, "master_param"))
 
     def _allocate(self, param: torch.Tensor, name: str) -> torch.Tensor:
         dtype = torch.int16 if self._is_remainder(param, name) else self.name_to_dtype_map[name]
@@ -118,10 +111,8 @@ class CpuFusedAdam(torch.optim.Optimizer):
         stored: torch.Tensor = self.state[param][state_name]
         if stored.dtype is torch.int16:
             return join(param.detach(), stored)
-        if stored.dtype is torch.float32:
-            return stored
-        if stored.dtype is torch.bfloat16:
-            return stored.float()
+        if stored.dtype not in LARGEST:
+            return stored.float()  # itself, if it is FP32
         values = stored.view(torch.float8_e4m3fn) if stored.dtype is torch.uint8 else stored
         return values.float().mul_(self._scales[param][state_name])
 
@@ -149,10 +140,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
         largest = unscaled_state.abs().amax() if unscaled_state.numel() else 0.0
         scale.fill_(largest / LARGEST[stored.dtype])
         scaled = unscaled_state.to(stored.device) * torch.where(scale > 0, scale.reciprocal(), 0.0)
-        if stored.dtype is torch.uint8:
-            stored.view(torch.float8_e4m3fn).copy_(scaled)
-        else:
-            stored.copy_(scaled)
+        (stored.view(torch.float8_e4m3fn) if stored.dtype is torch.uint8 else stored).copy_(scaled)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes gradients where this optimizer reads them: `decoupled_grad` or `grad`."""
@@ -237,11 +225,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
         """torch's layout with every state in FP32: checkpoints do not depend on the dtypes of stored states."""
         saved = super().state_dict()
         params = self._by_index(saved)
-        states = {
-            index: {name: self.get_unscaled_state(params[index], name) for name in state}
-            for index, state in saved["state"].items()
-        }
-        return {**saved, "state": states}
+        for index, state in saved["state"].items():
+            saved["state"][index] = {name: self.get_unscaled_state(params[index], name) for name in state}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads `state_dict`; states of any float dtype are accepted and stored in this optimizer's own."""

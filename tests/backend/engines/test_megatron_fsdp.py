@@ -71,17 +71,6 @@ def test_m1_upstreams_own_wiring_moves_nothing(layer: None) -> None:
     parallel.stop()
 
 
-def test_m2_there_is_one_master_copy(build: Any) -> None:
-    engine = build()
-    engine.train_step(tiny.batches(), microbatches=1)
-    states = [state for part in engine.optimizer.parts for state in part.state.values()]
-    assert {name for state in states for name in state} <= {"exp_avg", "exp_avg_sq", "step"}
-    size = sum(parameter.numel() for _, parameter in engine.named_parameters())
-    assert sum(
-        t.numel() * t.element_size() for s in states for k, t in s.items() if k != "step"
-    ) / size == pytest.approx(8)
-
-
 SCALINGS = (None, "delayed", "tensorwise", "blockwise", "mxfp8")
 
 

@@ -50,7 +50,7 @@ def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     held = parameters()
-    assert not warnings.warn_bf16_adam(torch.optim.AdamW(held), held)
+    assert not warnings.warn_bf16_adam([torch.optim.AdamW(held)], held)
     assert not caplog.records
 
 

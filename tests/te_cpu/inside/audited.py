@@ -173,25 +173,28 @@ def test_another_recipe_object_in_one_layer_is_named(kind) -> None:
     assert "decoder.layers.1." not in said
 
 
-@pytest.mark.parametrize(
-    ("recipe", "state", "element", "said_of_it"),
-    [
-        pytest.param(TENSORWISE, "scaling_bwd", "kFloat8E4M3", "gradients e4m3", marks=on_hopper),
-        *(pytest.param(name, "scaling_bwd", "kFloat8E4M3", "gradients e4m3", marks=(slow, on_hopper)) for name in (DELAYED, BLOCKWISE)),
-        pytest.param(MXFP8, "scaling_fwd", "kFloat8E5M2", "inputs and weights e5m2", marks=on_blackwell),
-    ],
-)  # fmt: skip
-def test_quantizers_that_write_another_format_than_the_recipe_object_are_named(
-    recipe, state, element, said_of_it
-) -> None:
+SET = [
+    # recipe, kind of quantizers, what is set on them, what is said
+    pytest.param(TENSORWISE, "scaling_bwd", {"dtype": "kFloat8E4M3"}, "gradients e4m3", marks=on_hopper),
+    *(pytest.param(name, "scaling_bwd", {"dtype": "kFloat8E4M3"}, "gradients e4m3", marks=(slow, on_hopper)) for name in (DELAYED, BLOCKWISE)),
+    pytest.param(MXFP8, "scaling_fwd", {"dtype": "kFloat8E5M2"}, "inputs and weights e5m2", marks=on_blackwell),
+    pytest.param(NVFP4, "scaling_fwd", {"with_rht": False}, "random_hadamard_transform of inputs and weights false", marks=on_blackwell),
+    pytest.param(NVFP4, "scaling_bwd", {"stochastic_rounding": False}, "stochastic_rounding of gradients false", marks=on_blackwell),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "state", "changes", "said_of_it"), SET)
+def test_quantizers_that_do_otherwise_than_the_recipe_object_are_named(recipe, state, changes, said_of_it) -> None:
     def other(linear) -> None:
         for quantizer in linear.quantizers.get(state, ()):
-            quantizer.dtype = getattr(tex.DType, element)
+            for name, value in changes.items():
+                setattr(quantizer, name, getattr(tex.DType, value) if name == "dtype" else value)
 
-    low = [UNSTORED] + ["mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"] * (recipe == MXFP8)
-    said = found(recipe, WHOLE, *low, hooks=(Before("layers.0.mlp.linear_fc2", other),))
+    low = [] if recipe == NVFP4 else [UNSTORED]
+    low += ["mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"] * (recipe == MXFP8)
+    said = found(recipe, WHOLE, *low, hooks=(Before("layers.1.mlp.linear_fc2", other),))
     assert said_of_it in said
-    assert "decoder.layers.0.mlp.linear_fc2" in said
+    assert "decoder.layers.1.mlp.linear_fc2" in said
 
 
 # --- what the modules keep from step to step -------------------------------------------------------------------------------------------------
@@ -323,21 +326,6 @@ def test_a_fault_of_a_base_stored_in_few_bits_is_named(fault, engine) -> None:
             check(lambda *kind, **sections: built, fault, engine, int(not fault.early))
         finally:
             built.close()
-
-
-@on_blackwell
-@pytest.mark.parametrize(
-    ("state", "option", "said_of_it"),
-    [("scaling_fwd", "with_rht", "random_hadamard_transform of inputs and weights false"), ("scaling_bwd", "stochastic_rounding", "stochastic_rounding of gradients false")],
-)  # fmt: skip
-def test_quantizers_with_other_options_than_the_recipe_object_are_named(state, option, said_of_it) -> None:
-    def other(linear) -> None:
-        for quantizer in linear.quantizers.get(state, ()):
-            setattr(quantizer, option, False)
-
-    said = found(NVFP4, WHOLE, hooks=(Before("layers.1.mlp.linear_fc1", other),))
-    assert said_of_it in said
-    assert "decoder.layers.1.mlp.linear_fc1" in said
 
 
 @on_hopper

@@ -17,13 +17,13 @@ from transformer_engine.common.recipe import (  # fmt: skip
 )
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-from mpbridge.common.errors import Refused
-from mpbridge.te_cpu.played import now, playing
+from mpbridge.te_cpu.played import now
 
 from .gemm_refusals import E4M3, quantizer
 
 ROWS = (128, 0, 384, 256)
 """Rows of the groups; the buffer has 256 more, which belong to none."""
+pytestmark = pytest.mark.since((2, 20))
 
 
 def current() -> Any:
@@ -72,7 +72,6 @@ def same(made: Any, apart: Any) -> int:
     return len(common)
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize("make", QUANTIZERS)
 def test_groups_are_quantized_as_their_rows_alone(make) -> None:
     x, rows = tokens()
@@ -88,7 +87,6 @@ def test_groups_are_quantized_as_their_rows_alone(make) -> None:
     assert not any(copy[used:].count_nonzero() for copy in codes)
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize("make", QUANTIZERS[:3] + QUANTIZERS[3:5])
 def test_groups_of_one_shape_are_written_into_the_same_buffers_again(make) -> None:
     x = tokens(512)[0]
@@ -107,7 +105,6 @@ def test_groups_of_one_shape_are_written_into_the_same_buffers_again(make) -> No
         tex.group_quantize(x, make(), 4, None, output=out)
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize("make", QUANTIZERS[1:4])
 def test_values_of_groups_and_sums_over_their_rows(make) -> None:
     x, rows = tokens()
@@ -123,7 +120,6 @@ def test_values_of_groups_and_sums_over_their_rows(make) -> None:
             assert torch.equal(at, quantizer(own).dequantize())
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 @pytest.mark.parametrize("fused", ["1", "0"])
 def test_a_row_copy_that_arrived_alone_is_made_ready_for_gemms(fused, monkeypatch) -> None:
@@ -145,7 +141,6 @@ def test_a_row_copy_that_arrived_alone_is_made_ready_for_gemms(fused, monkeypatc
                 assert torch.equal(getattr(part, f"{copy}_scale_inv"), getattr(made, f"{copy}_scale_inv"))
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 def test_amaxes_that_are_known_are_used_and_kept() -> None:
     x, rows = tokens()
@@ -160,7 +155,6 @@ def test_amaxes_that_are_known_are_used_and_kept() -> None:
     assert same(made.split_into_quantized_tensors()[0], alone) == 6
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -175,11 +169,6 @@ def test_groups_that_do_not_fit_are_refused(rows, message) -> None:
         tex.group_quantize(tokens()[0], make(), 4, torch.tensor(rows))
 
 
-def test_releases_before_have_no_grouped_tensors_here() -> None:
-    with playing(now().machine, (2, 19)), pytest.raises(Refused, match=r"group_quantize .* from release 2\.20 on"):
-        tex.group_quantize(tokens()[0], current(), len(ROWS), tokens()[1])
-
-
 RECIPES = [
     pytest.param(None, id="bf16"),
     pytest.param(Float8CurrentScaling, id="current"),
@@ -189,7 +178,6 @@ RECIPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize("make", RECIPES)
 def test_a_grouped_linear_computes_the_same_from_grouped_tensors(make, monkeypatch) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
@@ -223,7 +211,6 @@ def storage() -> Any:
     return module.GroupedTensorStorage
 
 
-@pytest.mark.since((2, 20))
 def test_a_bias_is_added_to_rounded_products_once_per_row(storage) -> None:
     x, rows = tokens(sum(ROWS))
     weights = [torch.randn(128, 256, dtype=torch.bfloat16) for _ in ROWS]
@@ -253,7 +240,6 @@ def test_a_bias_is_added_to_rounded_products_once_per_row(storage) -> None:
         tex.te_general_grouped_gemm_for_discrete_in(weights, True, *given, None, None, torch.ones(3), torch.zeros(3))
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 def test_groups_of_one_shape_that_fill_no_tiles_share_their_scales_as_one_tensor(storage) -> None:
     """MXFP8 weights of 96 rows: [4 x 96, 256] is quantized as a whole, and a GEMM pads each one's scales."""
@@ -277,7 +263,6 @@ def test_groups_of_one_shape_that_fill_no_tiles_share_their_scales_as_one_tensor
     assert made.columnwise_scale_inv is None
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 def test_the_statistics_see_every_gemm_of_grouped_tensors() -> None:
     from types import SimpleNamespace
