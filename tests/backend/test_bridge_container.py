@@ -1,7 +1,5 @@
 """A recipe on Megatron Bridge's container: its three configs are megatron-core's own; the container here has the attributes of Bridge's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """GPU tests skip with the reason that the capability check gives, never with a bare 'no GPU'."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

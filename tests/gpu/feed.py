@@ -1,7 +1,5 @@
 """Random micro-batches for an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import repeat
 

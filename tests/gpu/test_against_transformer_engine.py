@@ -3,8 +3,6 @@
 Each comparison has a half that is ours; those halves run on any machine (the tests without the mark), so that a GPU's hour is not spent on their faults.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """The emulation against the real recipe, layer by layer (scripts/evidence/gpu_agreement.py); its own machinery runs on any machine."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

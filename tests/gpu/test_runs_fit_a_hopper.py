@@ -1,7 +1,5 @@
 """Every run of the GPU tests is legal on the machine that they are for, asked here: a wrong setting shall not cost a GPU's time."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

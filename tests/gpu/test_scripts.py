@@ -1,7 +1,5 @@
 """The scripts that a GPU's hour is spent on work: run here on a shape for a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

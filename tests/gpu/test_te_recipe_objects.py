@@ -1,7 +1,5 @@
 """The recipe object that megatron-core hands to Transformer Engine from our synced config is what the policy promises. Needs Transformer Engine, no GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpbridge.precision.registry import get_mixed_precision_config, recipes

@@ -1,7 +1,5 @@
 """Recipes on a real GPU: they train, their audit passes, planted faults are named, losses agree, memory is as predicted."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Megatron Bridge's own pretrain() on the CPU under recipes of ours, in processes of its own: against Bridge's own registry, and with faults planted."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints between the two realizations: an emulated run's goes on over Transformer Engine's modules, and theirs goes on emulated."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

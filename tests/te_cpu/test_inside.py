@@ -3,8 +3,6 @@
 megatron-core decides at import whether there is a Transformer Engine, and keeps its classes.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.te_cpu.wheels import NEWEST, OLDEST, ROOT, between, ran, release_or_skip

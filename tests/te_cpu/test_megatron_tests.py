@@ -1,7 +1,5 @@
 """The books of `scripts/evidence/megatron_tests.py`: which world a case's result is of, what counts, and what it names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`mpbridge on-cpu` runs a script that knows only CUDA, in processes of its own: also those that the script spawns."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

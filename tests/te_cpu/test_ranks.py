@@ -1,7 +1,5 @@
 """`--ranks N` of the pytest plugin: worlds that a test run starts itself."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """The note on NVFP4's scale rounding: its program runs against Transformer Engine's own reference and prints what the note says."""
 
-from __future__ import annotations
-
 import re
 
 from tests.te_cpu.wheels import NEWEST, ROOT, ran, release_or_skip

@@ -1,7 +1,5 @@
 """`scripts/evidence/te_tests.py`, which runs Transformer Engine's own tests from a clone, on a clone made up here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.forked import python

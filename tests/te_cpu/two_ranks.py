@@ -3,8 +3,6 @@
 two_ranks.py MACHINE TE NAME ...
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where Transformer Engine's wheels lie for these tests: what MPBRIDGE_TE_PATH names, and the folders that scripts/test.sh makes in .te."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

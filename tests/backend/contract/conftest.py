@@ -1,7 +1,5 @@
 """The engines' world of one and its device layer."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.register_assert_rewrite("tests.backend.contract.engine_contract")

@@ -1,7 +1,5 @@
 """What every engine must do, as a suite to inherit: give `name` and `settings`, get the tests. Not collected by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator

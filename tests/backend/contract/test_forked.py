@@ -1,7 +1,5 @@
 """What tests run in processes of their own hides nothing: exit codes, what a failing rank says, leftovers (tests/forked.py)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

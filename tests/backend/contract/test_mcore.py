@@ -1,7 +1,5 @@
 """megatron-core under the engine contract: DDP, the distributed optimizer, and the precision-aware one."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

@@ -1,7 +1,5 @@
 """megatron-core's private names stand in one room, so that another version of it means changes there."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the checkout holds at its top: the rooms that CONTRIBUTING.md describes, and nothing that a tool or a trial left behind."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks tell each other: exact, equal parts once, two collectives in any world, and little of it in one of 10,000 ranks (a fake group)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The CPU layer redirects while it is active, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Products of FP32 factors are what the policy promises, whatever torch's settings were."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Mamba-2's scan, convolution and gated norm against the recurrence of the paper (arXiv 2405.21060, eq. 1 and section 6), token by token in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A world of one process for the engines' tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """megatron-core's optimizers that share a model with Adam, where it has them: by Emerging-Optimizers on Python 3.12, with megatron-core 0.18 and later."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """FSDP2 in one process: what is kept in FP32, what is refused, pipeline and output dtypes, RoPE, and who owns the main weights."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

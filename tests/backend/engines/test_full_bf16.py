@@ -1,7 +1,5 @@
 """Full BF16 on megatron-core: eight bytes per parameter, clipping that works, refused where it would silently be something else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

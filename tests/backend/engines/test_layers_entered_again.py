@@ -1,7 +1,5 @@
 """An engine that was built in one device layer steps in a later one: the caller may leave it between build and step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron-FSDP in one process: weights move, one master copy, one truth for gradients, dtypes mapped or refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """CpuFusedAdam: Transformer Engine's arithmetic, torch's results, and a state that survives every storage format and every round trip."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

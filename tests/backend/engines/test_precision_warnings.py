@@ -1,7 +1,5 @@
 """Which Adam for which policy, the storage that follows from it, and the warning that BF16 moments deserve."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

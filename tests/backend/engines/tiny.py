@@ -1,7 +1,5 @@
 """Tiny runs: two layers of 64, learnable synthetic text, so that a test takes seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Run by `world` below; `python worker.py OUT WEIGHTS` under torchrun's environment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Frozen parameters and low-rank adapters: who trains, in which dtype, what the audit says of it, and checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Activations that megatron-core fuses with the bias: those that pass our rule train with its kernel, those that do not have none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The model builder on a CPU: attention, norms, experts, latent attention, logits in FP32, parameters kept in FP32, what a CPU refuses."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hybrids on a CPU: megatron-core's MambaModel from a pattern, its parameters and their dtypes, and what is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

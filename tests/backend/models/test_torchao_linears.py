@@ -1,7 +1,5 @@
 """FP8 by torchao inside megatron-core's linears, on torch FSDP2: against torchao's own layer, through the audit, refused elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice

@@ -1,7 +1,5 @@
 """`--emulate` against `--emulate te`, linear by linear: the same weights, inputs and output gradients (scripts/evidence/te_agreement.py)."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

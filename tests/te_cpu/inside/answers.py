@@ -1,7 +1,5 @@
 """What a played GPU answers where torch's CPU build would answer otherwise: expected values are those of a machine with one GPU, by torch's documentation."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """Faults planted into runs over Transformer Engine, each named by the audit; and Transformer Engine's own refusals of what would go wrong."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """What holds on a Blackwell."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformer_engine_torch as tex

@@ -1,7 +1,5 @@
 """GEMMs that a GPU refuses are refused here, and with the extension's messages; the products that it has are not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import permutations
 from typing import Any

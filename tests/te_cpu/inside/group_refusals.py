@@ -1,7 +1,5 @@
 """Grouped tensors that the kernels refuse, and those that look like them and are taken."""
 
-from __future__ import annotations
-
 import importlib
 from contextlib import nullcontext
 from typing import Any

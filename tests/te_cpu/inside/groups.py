@@ -1,7 +1,5 @@
 """Grouped tensors: what is quantized together is what is quantized apart."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

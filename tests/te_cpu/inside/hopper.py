@@ -1,7 +1,5 @@
 """What holds on a Hopper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformer_engine.pytorch as te

@@ -1,7 +1,5 @@
 """What holds on every machine."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

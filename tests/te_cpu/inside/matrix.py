@@ -1,7 +1,5 @@
 """What has to train over Transformer Engine's modules, audited in every step: recipes, models, optimizers and storage forms, in one process."""
 
-from __future__ import annotations
-
 import importlib
 import math
 

@@ -1,7 +1,5 @@
 """Statistics of runs whose weights rest in FP8, against what the codes and scales of Transformer Engine's tensors say, read by torch's own FP8 dtypes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

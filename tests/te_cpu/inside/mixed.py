@@ -1,7 +1,5 @@
 """Linears whose GEMMs have rules of their own, over Transformer Engine's hybrid quantizers: the same as emulated, audited, and by a schedule."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

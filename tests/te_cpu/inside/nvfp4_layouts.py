@@ -1,7 +1,5 @@
 """NVFP4: the order of its scales, options that exclude each other, and fast math."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

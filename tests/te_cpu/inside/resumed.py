@@ -1,7 +1,5 @@
 """Runs over Transformer Engine's modules that stop and go on: in the same realization to the bit, in the other one within a rounding here and there."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
