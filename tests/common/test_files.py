@@ -26,7 +26,7 @@ OTHERS = {
     "observe/audit/findings.py": "what this run's audits wrote",
     "planning/estimate/constants.py": "this package's own files",
     "precision/megatron_spec/schema.py": "this package's own files",
-    "te_cpu/cuda_names.py": "the kernel's /proc",
+    "te_cpu/cuda_answers.py": "the kernel's /proc",
     "te_cpu/rank_server.py": "the gate of its own world",
     "te_cpu/ranks.py": "what its own ranks wrote",
     "training/checkpoint/store.py": "a digest, by blocks",
