@@ -4,8 +4,6 @@ From release 2.19 on some take one factor per row (a token's routing probability
 scaled_swiglu.cu, scaled_srelu.cu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

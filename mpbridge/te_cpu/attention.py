@@ -1,7 +1,5 @@
 """What attention needs besides its products: rotary positions, softmaxes, packed sequences, dropout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Source: the lists in ATen/autocast_mode.h, which every torch release ships.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings

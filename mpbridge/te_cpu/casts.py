@@ -1,7 +1,5 @@
 """Fills quantized tensors: the rounding rules come from `mpbridge.numerics`, the layout from `storages`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

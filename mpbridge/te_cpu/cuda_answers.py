@@ -1,7 +1,5 @@
 """Answers of a played GPU that torch's CPU build would not give, or would give otherwise: random states, torch.accelerator, memory, pinned tensors, torch.compile."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

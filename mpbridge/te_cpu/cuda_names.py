@@ -1,7 +1,5 @@
 """torch's CUDA names while a machine is played: the device layer's redirections, plus answers as from a GPU."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

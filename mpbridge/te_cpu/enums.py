@@ -1,7 +1,5 @@
 """Enumerations and types of `transformer_engine_torch`, with the members of each release."""
 
-from __future__ import annotations
-
 import enum
 import types
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ compiled index helper of the installed megatron-core, instead of building it in 
 Python 3.11; spawned processes that play the same machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """GEMMs: exact products of quantized operands, summed in FP32, rounded once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

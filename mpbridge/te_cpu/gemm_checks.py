@@ -3,8 +3,6 @@
 Source: Transformer Engine's pytorch/csrc/extensions/gemm.cpp and common/gemm/cublaslt_gemm.cu; cuBLAS's table of types for cublasLtMatmul.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Source: `create_grouped_tensor` in Transformer Engine's pytorch/csrc/quantizer.c
 the last one is neither read nor written.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 Source: Transformer Engine's pytorch/csrc/extensions/cast.cpp and swizzle.cpp, and the checks of the kernels that they launch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

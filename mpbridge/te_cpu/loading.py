@@ -1,7 +1,5 @@
 """Imports Transformer Engine's Python on top of our kernel module, and removes both from `sys.modules` again."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

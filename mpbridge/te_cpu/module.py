@@ -1,7 +1,5 @@
 """Our `transformer_engine_torch`: the table of kernels, the release's enumerations, and refusals for the rest; and Apex's `fused_weight_gradient_mlp_cuda`."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import types

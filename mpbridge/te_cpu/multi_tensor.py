@@ -1,7 +1,5 @@
 """Operations on lists of tensors: scaling, norms, scales from amaxes, FusedAdam and FusedSGD in every mode. The argument `chunk_size` has no effect on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any

@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm: statistics and gradients in FP32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

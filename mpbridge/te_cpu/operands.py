@@ -3,8 +3,6 @@
 Source: `CanonicalizeGemmInput` in Transformer Engine's common/gemm/cublaslt_gemm.cu.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

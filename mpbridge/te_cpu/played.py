@@ -1,7 +1,5 @@
 """What is being played, the machine and the release whose rules apply; and the table of kernels, which plays `transformer_engine_torch`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ divided afterwards, toward zero). Source: NCCL 2.27, hostToDevRedOp in src/enque
 too, in NCCL (__hadd2 on an Ampere or later) as in gloo, and both pass it around a ring.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

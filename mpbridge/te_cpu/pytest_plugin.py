@@ -4,8 +4,6 @@ When loaded with -p, it takes effect before conftest files and test modules are 
 changed, set PYTEST_ADDOPTS="-p mpbridge.te_cpu.pytest_plugin --played h100"; MPBRIDGE_PLAYED and MPBRIDGE_TE are the options' defaults.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from contextlib import ExitStack

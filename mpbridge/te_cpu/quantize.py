@@ -1,7 +1,5 @@
 """Entry points that quantize and dequantize."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a played GPU refuses and why: names of torch.cuda and torch.accelerator, functions of the extension without a kernel; and the extension's answers about the hardware."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

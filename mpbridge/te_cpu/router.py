@@ -1,7 +1,5 @@
 """The router's fused functions: scores, the experts of each token, and load balancing by a loss or by quantiles."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A tensor that `.cpu()`, `.to("cpu")` or pinning made is marked in its storage, a
 `torch.device` says nothing, since that of every tensor here is the CPU's.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Source: `create_tensor`, `convert_and_update_tensor` and `get_scale_shape` of Tr
 scales is zero here; the real buffers are not initialised there.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

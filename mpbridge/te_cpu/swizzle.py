@@ -3,8 +3,6 @@
 Source: NVIDIA's cuBLAS documentation, "1D block scaling factors layout"; Transformer Engine's common/swizzle/swizzle.cu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Transformer Engine's Triton functions: permutation by masks, chunk sorting, cross entropy, padding of scales, gradients of experts' biases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from inspect import signature
 from typing import Any

@@ -1,7 +1,5 @@
 """Operations that all ranks of a job take part in: agree on a number, take the first rank's result, gather every rank's value; and gloo's devices and coalesced collectives."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """megatron-core on a CPU with gloo: one context manager that redirects CUDA calls and restores every one."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import types

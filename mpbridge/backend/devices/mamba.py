@@ -1,7 +1,5 @@
 """`mamba_ssm` and `causal_conv1d` on a CPU, in plain torch: modules with the names that megatron-core's Mamba layers import."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """The megatron-core engine: DistributedDataParallel with or without the distributed optimizer, on CUDA or the CPU device layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

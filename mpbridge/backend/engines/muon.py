@@ -1,7 +1,5 @@
 """torch.optim.Muon on local shards: momentum where the weights are, and each matrix orthogonalized whole."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

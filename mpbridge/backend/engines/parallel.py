@@ -1,7 +1,5 @@
 """Process groups, megatron-core's parallel state and seeds: set up for one engine, and restored completely."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

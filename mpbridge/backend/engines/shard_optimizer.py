@@ -1,7 +1,5 @@
 """Any torch optimizer on the local shards of DTensor parameters, with the global norm, clipping, loss scaling and megatron-core's parameter groups."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Local shards in the form of megatron-core's checkpoints and the audit: sharded tensors by global name, main weights and moments in FP32."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """wrap(): what a recipe needs around a model in a custom training loop, beyond the fields that `apply` writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron Bridge's ConfigContainer: a recipe on its three configs, judged by the rules, with nothing left that Bridge would write over it."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

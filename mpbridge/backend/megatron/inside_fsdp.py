@@ -1,7 +1,5 @@
 """Internals of Megatron-FSDP's wrapper: its buffers, pending gathers, and workarounds for its bugs."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Internals of megatron-core's optimizers: which tensors they hold for a parameter, which gradients they read, and how they group parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """megatron-core's process-wide names and state: replaced for a CPU or for meta tensors, saved and restored."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import logging

@@ -3,8 +3,6 @@
 The classes are those of megatron.core.dist_checkpointing.mapping (0.16.1 to 0.20); its strategies, planners and serializers are not used.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace

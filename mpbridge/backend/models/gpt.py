@@ -1,7 +1,5 @@
 """The GPTModel of a run: Transformer Engine's modules on CUDA, megatron-core's local ones on a CPU or under emulation."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

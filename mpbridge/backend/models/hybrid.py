@@ -1,7 +1,5 @@
 """Layers that megatron-core does not put together as a run asks: the FP32 residual stream, and MambaModel from a pattern of layers (`model.hybrid_override_pattern`): M a Mamba layer, * attention, - an MLP, E a mixture of experts."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping

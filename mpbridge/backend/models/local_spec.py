@@ -3,8 +3,6 @@
 Causal attention is matrix products over blocks of queries, each with the keys that it can attend to.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
