@@ -31,19 +31,10 @@ from mpbridge.te_cpu.sides import with_copies
 def _properties(played: Played) -> types.SimpleNamespace:
     major, minor = played.capability
     return types.SimpleNamespace(
-        major=major,
-        minor=minor,
-        name=played.machine.name,
-        total_memory=played.machine.memory_bytes,
-        multi_processor_count=132,
-        warp_size=32,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block_optin=232448,
-        gcnArchName="",
-        uuid="",
+        major=major, minor=minor, name=played.machine.name, total_memory=played.machine.memory_bytes, multi_processor_count=132, warp_size=32,
+        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, gcnArchName="", uuid="",
         is_integrated=False,
-    )
+    )  # fmt: skip
 
 
 def _generator(original: Any) -> Any:

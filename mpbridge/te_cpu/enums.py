@@ -29,17 +29,10 @@ class DType(enum.IntEnum):
 
 DType.__module__ = _MODULE
 DType.__str__ = enum.Enum.__str__  # type: ignore[method-assign]  # "DType.kFloat8E4M3" as in pybind; since Python 3.11 an IntEnum prints the number
-TORCH: Mapping[int, torch.dtype] = types.MappingProxyType(
-    {
-        DType.kByte: torch.uint8,
-        DType.kInt32: torch.int32,
-        DType.kFloat32: torch.float32,
-        DType.kFloat16: torch.float16,
-        DType.kBFloat16: torch.bfloat16,
-        DType.kFloat8E4M3: torch.uint8,
-        DType.kFloat8E5M2: torch.uint8,
-    }
-)
+TORCH: Mapping[int, torch.dtype] = types.MappingProxyType({
+    DType.kByte: torch.uint8, DType.kInt32: torch.int32, DType.kFloat32: torch.float32, DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16, DType.kFloat8E4M3: torch.uint8, DType.kFloat8E5M2: torch.uint8,
+})  # fmt: skip
 _FORMAT: Mapping[int, NumberFormat] = types.MappingProxyType(
     {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2, DType.kFloat4E2M1: E2M1}
 )

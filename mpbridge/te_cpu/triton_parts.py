@@ -303,12 +303,8 @@ def _padded(function: Any) -> Any:
 
 MODULES: dict[str, tuple[Any, ...]] = {
     "permutation": (
-        make_row_id_map,
-        _padded(permute_with_mask_map),
-        _padded(unpermute_with_mask_map),
-        _padded(unpermute_with_mask_map_bwd_with_merging_probs),
-        make_chunk_sort_map,
-        sort_chunks_by_map,
+        *map(_padded, (permute_with_mask_map, unpermute_with_mask_map, unpermute_with_mask_map_bwd_with_merging_probs)),
+        *(make_row_id_map, make_chunk_sort_map, sort_chunks_by_map),
     ),
     "cross_entropy": (cross_entropy_forward, cross_entropy_backward),
     "pad": (pad_columnwise_scale_inv,),

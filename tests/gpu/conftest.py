@@ -86,11 +86,8 @@ def world():
 
 
 def sizes(width: int) -> list[str]:
-    return [
-        f"model.hidden_size={width}",
-        f"model.ffn_hidden_size={3 * width}",
-        f"model.num_attention_heads={width // 64}",
-    ]
+    sized = {"hidden_size": width, "ffn_hidden_size": 3 * width, "num_attention_heads": width // 64}
+    return [f"model.{name}={value}" for name, value in sized.items()]
 
 
 @pytest.fixture

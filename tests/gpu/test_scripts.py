@@ -25,18 +25,8 @@ def reported(folder: Path) -> str:
 
 
 def test_benchmark_and_report_run_from_end_to_end(tmp_path):
-    command = [
-        "scripts/evidence/bench_gpu.py",
-        "--shapes",
-        "smoke",
-        "--recipes",
-        "bf16_mixed",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-    ]
-    command += ["--profile", "--set", "optimizer.clip_grad=0.5", "--out", str(tmp_path / "speed.json")]
+    command = ["scripts/evidence/bench_gpu.py", "--shapes", "smoke", "--recipes", "bf16_mixed", "--rounds", "1"]
+    command += ["--steps", "2", "--profile", "--set", "optimizer.clip_grad=0.5", "--out", str(tmp_path / "speed.json")]
     done = ran(sys.executable, *command, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     table = json.loads((tmp_path / "speed.json").read_text())["shapes"]["smoke"]

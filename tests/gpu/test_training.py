@@ -168,17 +168,13 @@ def test_a_gpus_checkpoint_goes_on_on_a_cpu(name, on_gpu, gpu_run, tmp_path):
     # a process of its own, not a rank of this one's world
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MPBRIDGE_PLAYED")
     outside = {name: value for name, value in os.environ.items() if name not in ours}
-    command = [
-        sys.executable,
-        "scripts/pretrain.py",
-        "--config",
-        "configs/gpt_tiny.yaml",
-        "--recipe",
-        name,
-        *wide,
+    command = [sys.executable, "scripts/pretrain.py", "--config", "configs/gpt_tiny.yaml", "--recipe", name, *wide]
+    command += [
         *shape,
+        "train.train_iters=30",
+        f"logger.log_dir={tmp_path / 'cpu'}",
+        *(["--emulate"] if "fp8" in name else []),
     ]
-    command += ["train.train_iters=30", f"logger.log_dir={tmp_path / 'cpu'}", *(["--emulate"] if "fp8" in name else [])]
     done = subprocess.run(
         command, cwd=ROOT, env=outside | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=840, check=False
     )  # fmt: skip

@@ -64,15 +64,8 @@ def test_a_killed_process_fails_one_test_and_the_others_run_in_a_sound_environme
     tests.mkdir(parents=True)
     (tests / "test_recipe.py").write_text(MADE_UP, encoding="utf-8")
     (tests / "test_custom_recipe.py").write_text("import a_package_of_nobody", encoding="utf-8")
-    command = [
-        str(ROOT / "scripts/evidence/te_tests.py"),
-        "clone",
-        "test_custom_recipe.py",
-        "test_recipe.py",
-        "--te",
-        te,
-    ]
-    command += ["--store", "store", "--minutes", "1", "--least", "15", "--each", "60"]
+    command = [str(ROOT / "scripts/evidence/te_tests.py"), "clone", "test_custom_recipe.py", "test_recipe.py"]
+    command += ["--te", te, "--store", "store", "--minutes", "1", "--least", "15", "--each", "60"]
     command += ["--again", "failed", "--show", "9"]  # does not try the killed one for ever
     done = ran(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -40,15 +40,9 @@ class ShardMuon(_Muon):  # type: ignore[misc]
             )
         scale, own = _SCALES[config.muon_scale_mode]
         nesterov = getattr(config, "muon_nesterov", None)  # its name since 0.17
-        super().__init__(
-            groups,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_use_nesterov if nesterov is None else nesterov,
-            ns_steps=config.muon_num_ns_steps,
-            adjust_lr_fn=scale,
-        )
+        how = {"momentum": config.muon_momentum, "ns_steps": config.muon_num_ns_steps, "adjust_lr_fn": scale}
+        how["nesterov"] = config.muon_use_nesterov if nesterov is None else nesterov
+        super().__init__(groups, lr=config.lr, weight_decay=config.weight_decay, **how)
         self.whole, self.shards, self.factor = whole, shards, config.muon_extra_scale_factor / own
         self.split = split_of(config, shape)
 

@@ -90,19 +90,14 @@ def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, scaling: str | Non
     assert all(shard.grad is not None for shard in engine.optimizer.shards.values())
 
 
-PLAIN = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+NARROW: dict[str, object] = {"grad_reduce_in_fp32": False}
+PLAIN = dict.fromkeys(("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
+PLAIN |= {"use_precision_aware_optimizer": False}
 
 
 @pytest.mark.parametrize(
     ("changes", "dtypes"),
-    [
-        ({}, ("bf16", "fp32", "fp32")),
-        ({"grad_reduce_in_fp32": False}, ("bf16", "fp32", "bf16")),
-        (
-            {"grad_reduce_in_fp32": False, "main_params_dtype": "bf16", "main_grads_dtype": "bf16"} | PLAIN,
-            ("bf16", None, "bf16"),
-        ),
-    ],
+    [({}, ("bf16", "fp32", "fp32")), (NARROW, ("bf16", "fp32", "bf16")), (NARROW | PLAIN, ("bf16", None, "bf16"))],
     ids=["fp32 gradients: 2+4+4", "bf16 gradients: 2+4+2", "no main weights: 2+0+2"],
 )
 def test_m6_main_weights_and_gradients_have_the_dtypes_asked_for(build: Any, changes: Any, dtypes: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from mpbridge.backend.engines import shard_optimizer as warnings
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.common.formats import DType
-from mpbridge.settings.container import ConfigContainer
+from tests.backend.engines import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -52,32 +52,16 @@ def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any)
     assert not caplog.records
 
 
+NARROW = dict.fromkeys(("params_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "fields", "params"),
-    [
-        ("torch_adamw", {}, DType.FP32),
-        ("sgd", {}, DType.FP32),
-        ("adam", {}, DType.BF16),
-        (
-            "torch_adamw",
-            {"params_dtype": "bf16", "main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
-            DType.BF16,
-        ),
-    ],
+    [("torch_adamw", {}, "fp32"), ("sgd", {}, "fp32"), ("adam", {}, "bf16"), ("torch_adamw", NARROW, "bf16")],
 )
-def test_a6_a_run_on_fsdp2_stores_what_its_optimizer_needs(
-    optimizer: str, fields: dict[str, str], params: DType
-) -> None:
-    container = ConfigContainer(
-        mixed_precision={"bf16": True, **fields},
-        engine="fsdp2",
-        model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
-        optimizer={"optimizer": optimizer, "lr": 1e-3},
-        train={"train_iters": 2},
-        data={"seq_length": 32},
-    )
-    run = container.resolved(world_size=1)
-    assert run.policy.params is params
+def test_a6_a_run_on_fsdp2_stores_what_its_optimizer_needs(optimizer: str, fields: dict[str, str], params: str) -> None:
+    run = tiny.run({"bf16": True, **fields}, engine="fsdp2", optimizer={"optimizer": optimizer})
+    assert run.policy.params.short == params
     assert run.policy.compute is DType.BF16
     assert run.facts.optimizer.name == optimizer
 

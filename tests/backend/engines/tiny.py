@@ -12,17 +12,9 @@ SEQ, VOCAB, HIDDEN = 32, 64, 64
 RECIPES = {"fp32": "fp32", "bf16": "bf16_mixed", "fp16": "fp16_mixed"}
 
 MODEL = {
-    "num_layers": 2,
-    "hidden_size": HIDDEN,
-    "num_attention_heads": 4,
-    "vocab_size": VOCAB,
-    "max_sequence_length": SEQ,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "share_embeddings_and_output_weights": True,
-}
+    "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "add_bias_linear": False, "position_embedding_type": "rope", "share_embeddings_and_output_weights": True,
+}  # fmt: skip
 
 
 def run(

@@ -190,12 +190,8 @@ def wire_audited(folder: Path) -> Any:
                 for holder in [group] if hasattr(group, "mp_policy") else group.fsdp_params:
                     holder.mp_policy = dataclasses.replace(holder.mp_policy, reduce_dtype=torch.bfloat16)
     found = {"narrow": _wire(narrow)}
-    experts = {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 32,
-        "moe_token_dispatcher_type": "allgather",
-    }
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+    experts |= {"moe_token_dispatcher_type": "allgather"}
     found["experts"] = _wire(_engine("bf16", "mcore", model=experts, parallel={"expert_model_parallel_size": 2}))
     return found
 

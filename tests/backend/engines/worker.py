@@ -130,14 +130,8 @@ def _resume(name: str, kind: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-FAMILIES = {
-    "pp2_untied": "untied",
-    "one_untied": "untied",
-    "vpp2": "deep",
-    "one_deep": "deep",
-    "one_rms": "rms",
-    "one_moe": "moe",
-}
+FAMILIES = {"one_rms": "rms", "one_moe": "moe"}
+FAMILIES |= {"pp2_untied": "untied", "one_untied": "untied", "vpp2": "deep", "one_deep": "deep"}
 """Scenario -> its initial weights, by a file's stem; 'tied' where it is not named."""
 
 

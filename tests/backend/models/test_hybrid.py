@@ -50,14 +50,9 @@ def test_buckets_find_a_parameter_behind_one_of_16_elements_where_its_gradient_i
 
 EMULATED = ("bf16_with_fp8_delayed_scaling_mixed", "bf16_with_mxfp8_mixed")
 OTHERS = (
-    "bf16_with_fp8_current_scaling_mixed",
-    "bf16_with_fp8_subchannel_scaling_mixed",
-    "bf16_with_nvfp4_mixed",
-    "nemotron_h_bf16_with_fp8_current_scaling_mixed",
-    "nanov2_bf16_with_fp8_current_scaling_mixed",
-    "nemotron_3_super_bf16_with_nvfp4_mixed",
-    "fp16_mixed",
-)
+    "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_nvfp4_mixed", "nemotron_h_bf16_with_fp8_current_scaling_mixed",
+    "nanov2_bf16_with_fp8_current_scaling_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed", "fp16_mixed",
+)  # fmt: skip
 
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -44,12 +44,8 @@ def test_scales_of_weights_that_lie_apart_are_put_in_tiles(kind) -> None:
     """Where each scale goes is cuBLAS's formula for one tile of 128 by 4; padding is cleared."""
     torch.manual_seed(0)
     column, packed = kind.endswith("columnwise"), 48 if kind == "nvfp4" else 96
-    shapes = {
-        "mxfp8_rowwise": ((160, 3), (256, 4)),
-        "mxfp8_columnwise": ((5, 96), (8, 128)),
-        "nvfp4": ((160, 6), (256, 8)),
-    }
-    shape, padded = shapes[kind]
+    shapes = {"rowwise": ((160, 3), (256, 4)), "columnwise": ((5, 96), (8, 128)), "nvfp4": ((160, 6), (256, 8))}
+    shape, padded = shapes[kind.removeprefix("mxfp8_")]
     data = [torch.zeros(160, packed, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.randint(1, 255, padded, dtype=torch.uint8) for _ in data]
     data_at, scales_at, buffer = tex.grouped_mlp_experimental.swizzle_scales_and_pack_ptrs_for_discrete_weights(
