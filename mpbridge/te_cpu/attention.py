@@ -1,10 +1,8 @@
 """What attention needs besides its products: rotary positions, softmaxes, packed sequences, dropout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,8 +80,7 @@ def _rotate(
     name = getattr(layout, "name", str(layout))
     if "THD" in name:
         assert cu_seqlens is not None  # THD has no other lengths
-        bounds = [int(value) // cp_size for value in cu_seqlens.tolist()]
-        for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        for i, (begin, end) in enumerate(_sequences(cu_seqlens // cp_size)):
             at = _positions(end - begin, int(starts[i]) if starts is not None else 0, cp_size, cp_rank)
             _turn(out[begin:end], x[begin:end], table[at].unsqueeze(1), interleaved, backward, 0)
         return out
@@ -184,13 +181,17 @@ for _name in ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_a
 
 
 # --- packed sequences and dropout ----------------------------------------------------------------------------------------------------------
+def _sequences(cu_seqlens: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Where each sequence begins and ends."""
+    return itertools.pairwise(int(bound) for bound in cu_seqlens.tolist())
+
+
 @kernel
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
     """[tokens, heads, size] as [batch, length, heads, size], zero beyond each sequence."""
     out = torch.zeros(b, max_seq_len, *tensor.shape[1:], dtype=tensor.dtype)
-    bounds = cu_seqlens.tolist()
-    for i in range(b):
-        out[i, : bounds[i + 1] - bounds[i]] = tensor.detach()[bounds[i] : bounds[i + 1]]
+    for row, (begin, end) in zip(out, _sequences(cu_seqlens), strict=False):
+        row[: end - begin] = tensor.detach()[begin:end]
     return out
 
 
@@ -198,9 +199,8 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
     """The inverse of `convert_thd_to_bshd`: t tokens."""
     out = torch.zeros(t, *tensor.shape[2:], dtype=tensor.dtype)
-    bounds = cu_seqlens.tolist()
-    for i in range(len(bounds) - 1):
-        out[bounds[i] : bounds[i + 1]] = tensor.detach()[i, : bounds[i + 1] - bounds[i]]
+    for row, (begin, end) in zip(tensor.detach(), _sequences(cu_seqlens), strict=False):
+        out[begin:end] = row[: end - begin]
     return out
 
 
@@ -209,25 +209,19 @@ def thd_get_partitioned_indices(
     cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
 ) -> torch.Tensor:
     """A context-parallel rank's tokens: from every sequence, one chunk from the front and its mirror image from the back."""
-    parts = []
-    bounds = [int(bound) for bound in cu_seqlens.tolist()]
-    for begin, end in itertools.pairwise(bounds):
+    parts = [torch.zeros(0, dtype=torch.int32)]
+    for begin, end in _sequences(cu_seqlens):
         chunk = (end - begin) // (2 * world_size)
         for number in (rank, 2 * world_size - 1 - rank):
             parts.append(torch.arange(begin + number * chunk, begin + (number + 1) * chunk, dtype=torch.int32))
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
+    return torch.cat(parts)
 
 
 @kernel
 def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
     """The first or the second half of every sequence; tokens are the third dimension from the end."""
-    axis = 0 if tensor.dim() == 3 else 1
-    parts = []
-    bounds = [int(bound) for bound in cu_seqlens.tolist()]
-    for begin, end in itertools.pairwise(bounds):
-        half = (end - begin) // 2
-        parts.append(tensor.detach().narrow(axis, begin + half_idx * half, half))
-    return torch.cat(parts, axis)
+    axis, halves = 0 if tensor.dim() == 3 else 1, [(b, (e - b) // 2) for b, e in _sequences(cu_seqlens)]
+    return torch.cat([tensor.detach().narrow(axis, begin + half_idx * half, half) for begin, half in halves], axis)
 
 
 _MASK_BITS = 8

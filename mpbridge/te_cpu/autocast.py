@@ -3,8 +3,6 @@
 Source: the lists in ATen/autocast_mode.h, which every torch release ships.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings
@@ -41,15 +39,10 @@ def lists() -> Mapping[str, tuple[str, ...]]:
     except OSError as error:
         raise BadValue(f"{_HEADER}: {error.strerror}; the operations of CUDA's autocast are listed there") from error
     macros = dict(re.findall(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)*.*)", text))
-    return {
-        policy: tuple(name.replace(", ", ".") for name in re.findall(r"\b_\((\w+(?:, \w+)?)\)", macros[macro]))
-        for policy, macro in {
-            "low": "LOWER_PRECISION_FP",
-            "fp32": "FP32",
-            "opt_dtype": "FP32_SET_OPT_DTYPE",
-            "widest": "PROMOTE",
-        }.items()
-    } | {"append_dtype": ("norm.Scalar", "norm.ScalarOpt_dim")}
+    of = {"low": "LOWER_PRECISION_FP", "fp32": "FP32", "opt_dtype": "FP32_SET_OPT_DTYPE", "widest": "PROMOTE"}
+    found = {policy: re.findall(r"\b_\((\w+(?:, \w+)?)\)", macros[macro]) for policy, macro in of.items()}
+    listed = {policy: tuple(name.replace(", ", ".") for name in names) for policy, names in found.items()}
+    return listed | {"append_dtype": ("norm.Scalar", "norm.ScalarOpt_dim")}
 
 
 def _eligible(value: Any) -> bool:

@@ -1,7 +1,5 @@
 """Fills quantized tensors: the rounding rules come from `mpbridge.numerics`, the layout from `storages`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch.distributed as dist
 from mpbridge.common.formats import E4M3
 from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1, random_bytes
 from mpbridge.numerics.scales import (
+    FP32_LARGEST,
     mxfp8_exponent,
     mxfp8_factors,
     nvfp4_block,
@@ -20,7 +19,7 @@ from mpbridge.numerics.scales import (
     scale_from_amax,
 )
 from mpbridge.te_cpu.enums import number_format
-from mpbridge.te_cpu.nvfp4_options import FourOverSix, check, refuse_approximations, rounds_multiplier
+from mpbridge.te_cpu.nvfp4_options import FourOverSix, by_rows, check, refuse_approximations, rounds_multiplier
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import empty_quantized, fused_nvfp4, is_compact, kind_of, rows_of, swizzles
 from mpbridge.te_cpu.swizzle import swizzled, swizzled_columns
@@ -48,10 +47,7 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
 
 def turned(codes: torch.Tensor) -> torch.Tensor:
     """Per-tensor FP8's column copy: the last axis moved to the front, [features, ...]."""
-    if codes.dim() < 2:
-        return codes.clone()
-    flat = codes.reshape(rows_of(codes.shape), codes.shape[-1])
-    return flat.t().contiguous().view(codes.shape[-1], *codes.shape[:-1])
+    return codes.clone() if codes.dim() < 2 else codes.movedim(-1, 0).contiguous()
 
 
 # --- one scale per tensor------------------------------------------------------------------------------------------------------------------
@@ -65,7 +61,7 @@ def _delayed(quantizer: Any, x: torch.Tensor, out: Any) -> None:
 
 
 def _current(quantizer: Any, x: torch.Tensor, out: Any) -> None:
-    amax = current_reduced(quantizer, peaks_over(x).reshape(1))
+    amax = reduced(quantizer, peaks_over(x).reshape(1))
     scale = current_scale(quantizer, amax)
     if getattr(quantizer, "amax", None) is not None:  # the quantizer has these buffers until release 2.18
         quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
@@ -73,21 +69,18 @@ def _current(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     store(quantizer, x, scale.reshape(()), out)
 
 
-def current_reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
+def reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
     """`amax`, replaced in place by the maximum over the quantizer's group if it reduces amaxes."""
     if quantizer.with_amax_reduction:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
     return amax
 
 
-def current_scale(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
-    """Scale of current scaling from fp32 amaxes."""
-    largest = number_format(quantizer.dtype).largest
-    return scale_from_amax(_at_least(amax, quantizer.amax_epsilon), largest, power_of_two=quantizer.force_pow_2_scales)
-
-
-def _at_least(amax: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return amax.clamp_min(epsilon) if epsilon else amax
+def current_scale(quantizer: Any, amax: torch.Tensor, when_infinite: float = FP32_LARGEST) -> torch.Tensor:
+    """Scales of current scaling or of blocks from fp32 amaxes; `when_infinite` for one that overflows."""
+    least = amax.clamp_min(quantizer.amax_epsilon) if quantizer.amax_epsilon else amax
+    largest, power = number_format(quantizer.dtype).largest, quantizer.force_pow_2_scales
+    return scale_from_amax(least, largest, power_of_two=power, when_infinite=when_infinite)
 
 
 def store(quantizer: Any, x: torch.Tensor, scale: torch.Tensor, out: Any) -> None:
@@ -126,27 +119,15 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
 
 def _put(place: torch.Tensor, scales: torch.Tensor, order: Any) -> None:
     """Writes scales into the upper left of a padded buffer with zero padding, in tile order if `order` is given."""
-    if order is None:
-        if place.shape != scales.shape:
-            place.zero_()  # releases until 2.15 do not initialise it
-        place[: scales.shape[0], : scales.shape[1]].copy_(scales)
-        return
-    padded = torch.zeros_like(place)
-    padded[: scales.shape[0], : scales.shape[1]].copy_(scales)
-    place.copy_(order(padded))
+    into = place if order is None else torch.zeros_like(place)
+    if into.shape != scales.shape:
+        into.zero_()  # releases until 2.15 do not initialise it
+    into[: scales.shape[0], : scales.shape[1]].copy_(scales)
+    if order is not None:
+        place.copy_(order(into))
 
 
 # --- blocks of 128 -------------------------------------------------------------------------------------------------------------------------
-def block_scales(amax: torch.Tensor, quantizer: Any, source: torch.dtype) -> torch.Tensor:
-    """Scales of blocks from their fp32 amaxes; a block whose scale overflows gets the largest value of the source's dtype."""
-    return scale_from_amax(
-        _at_least(amax, quantizer.amax_epsilon),
-        number_format(quantizer.dtype).largest,
-        power_of_two=quantizer.force_pow_2_scales,
-        when_infinite=torch.finfo(source).max,
-    )
-
-
 def square_peaks(x: torch.Tensor, side: int) -> torch.Tensor:
     """fp32 amax of every side x side block of [rows, columns]; blocks at the edge are padded with zeros."""
     rows, columns = x.shape
@@ -169,17 +150,17 @@ def _block(quantizer: Any, x: torch.Tensor, out: Any) -> None:
         _square_blocks(quantizer, x, out)
         return
     rows, columns = x.shape
-    number, compact = number_format(quantizer.dtype), is_compact(quantizer)
+    number, compact, overflow = number_format(quantizer.dtype), is_compact(quantizer), torch.finfo(x.dtype).max
     if quantizer.rowwise_usage:
         view = torch.nn.functional.pad(x, (0, -columns % 128)).reshape(rows, -1, 128)
-        scale = block_scales(peaks_over(view, -1), quantizer, x.dtype)
+        scale = current_scale(quantizer, peaks_over(view, -1), overflow)
         codes = encode_fp8(_times_blocks(x, scale), number)
         out._rowwise_data.copy_(codes.view(out._rowwise_data.shape))
         inverse = 1.0 / scale
         _put(out._rowwise_scale_inv, inverse if compact else inverse.t(), None)
     if quantizer.columnwise_usage:
         view = torch.nn.functional.pad(x, (0, 0, 0, -rows % 128)).reshape(-1, 128, columns)
-        scale = block_scales(peaks_over(view, 1), quantizer, x.dtype)
+        scale = current_scale(quantizer, peaks_over(view, 1), overflow)
         scaled = view.float() * scale.unsqueeze(1)
         codes = encode_fp8(scaled.view(-1, columns)[:rows], number)
         out._columnwise_data.copy_((codes if compact else codes.t()).reshape(out._columnwise_data.shape))
@@ -195,7 +176,7 @@ def _times_blocks(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _square_blocks(quantizer: Any, x: torch.Tensor, out: Any) -> None:
-    scale = block_scales(square_peaks(x, 128), quantizer, x.dtype)
+    scale = current_scale(quantizer, square_peaks(x, 128), torch.finfo(x.dtype).max)
     codes = encode_fp8(x.float() * spread(scale, 128, x.shape), number_format(quantizer.dtype))
     if quantizer.rowwise_usage:
         out._rowwise_data.copy_(codes.view(out._rowwise_data.shape))
@@ -232,62 +213,34 @@ def nvfp4_columns(quantizer: Any, x: torch.Tensor) -> torch.Tensor | None:
 
 def nvfp4_amaxes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, out: Any) -> None:
     """Writes the amaxes of both copies into `out`."""
-    by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
-    if quantizer.rowwise_usage:
-        out._amax_rowwise.copy_(peaks_over(x, 1) if by_row else peaks_over(x).reshape(1))
-    if turned_x is not None:
-        out._amax_columnwise.copy_(peaks_over(turned_x, 1) if by_row else peaks_over(turned_x).reshape(1))
+    for source, amax in ((x if quantizer.rowwise_usage else None, out._amax_rowwise), (turned_x, out._amax_columnwise)):
+        if source is not None:
+            amax.copy_(peaks_over(source, 1 if by_rows(quantizer) else None).reshape(amax.shape))
 
 
 def nvfp4_reduced(quantizer: Any, *amaxes: torch.Tensor | None) -> None:
-    """The maximum of every amax over the quantizer's group, in place, if it reduces amaxes."""
-    if quantizer.with_amax_reduction:
-        for amax in amaxes:
-            if amax is not None:
-                dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+    """`reduced` of every amax that there is."""
+    for amax in amaxes:
+        if amax is not None:
+            reduced(quantizer, amax)
 
 
 def nvfp4_codes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, out: Any) -> None:
     """Codes and block scales of both copies for the amaxes in `out`, the scales in the order that `out` names."""
     order = swizzled if getattr(out, "_with_gemm_swizzled_scales", False) else None
-    copies = [(x, "rowwise")] if quantizer.rowwise_usage else []
-    copies += [(turned_x, "columnwise")] if turned_x is not None else []
-    for source, name in copies:
-        packed, scales = nvfp4_rows(
-            source,
-            getattr(out, f"_amax_{name}"),
-            square=quantizer.with_2d_quantization,
-            stochastic=quantizer.stochastic_rounding,
-            choice=FourOverSix.of(quantizer),
-            rounded=rounds_multiplier(quantizer, source),
-        )
+    for source, name in ((x if quantizer.rowwise_usage else None, "rowwise"), (turned_x, "columnwise")):
+        if source is None:
+            continue
+        amax, rounded = getattr(out, f"_amax_{name}"), rounds_multiplier(quantizer, source)
+        step = max(_LINES, _CACHED // max(source.shape[1], 1) // _LINES * _LINES)
+        parts = [
+            _nvfp4_lines(quantizer, lines, amax[at : at + step] if amax.numel() > 1 else amax, rounded)
+            for at, lines in zip(range(0, len(source), step), torch.split(source, step), strict=True)
+        ]
+        packed, scales = (torch.cat(of) if len(of) > 1 else of[0] for of in zip(*parts, strict=True))
         data = getattr(out, f"_{name}_data")
         data.copy_(packed.view(data.shape))
         _put(getattr(out, f"_{name}_scale_inv"), scales, order)
-
-
-def nvfp4_rows(
-    x: torch.Tensor,
-    amax: torch.Tensor,
-    *,
-    square: bool = False,
-    stochastic: bool = False,
-    choice: FourOverSix | None = None,
-    rounded: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed codes [rows, columns/2], E4M3 bytes of the block scales [rows, columns/16]) of [rows, columns].
-
-    amax: fp32, for the whole tensor or per row. square: scales shared by 16 x 16 elements. choice: selects each block's scale by Four Over Six.
-    rounded: multipliers in BF16, as under fast math.
-    """
-    rows, step = x.shape[0], max(_LINES, _CACHED // max(x.shape[1], 1) // _LINES * _LINES)
-    parts = [
-        _nvfp4_lines(
-            x[at : at + step], amax[at : at + step] if amax.numel() > 1 else amax, square, stochastic, choice, rounded
-        )
-        for at in range(0, rows, step)
-    ]
-    return parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
 
 
 _LINES = 16
@@ -297,10 +250,14 @@ _CACHED = 2**18
 
 
 def _nvfp4_lines(
-    x: torch.Tensor, amax: torch.Tensor, square: bool, stochastic: bool, choice: FourOverSix | None, rounded: bool
+    quantizer: Any, x: torch.Tensor, amax: torch.Tensor, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`nvfp4_rows` of some rows."""
+    """(packed codes [rows, columns/2], E4M3 bytes of the block scales [rows, columns/16]) of [rows, columns].
+
+    amax: fp32, for the whole tensor or per row. rounded: multipliers in BF16, as under fast math.
+    """
     rows, columns = x.shape
+    square, choice = quantizer.with_2d_quantization, FourOverSix.of(quantizer)
     if square:
         peak = square_peaks(x, 16).repeat_interleave(16, 0)[:rows]
     else:
@@ -312,5 +269,5 @@ def _nvfp4_lines(
         multiplier, scale = nvfp4_block(peak, overall, now().rules)
         multiplier = nvfp4_fast_multiplier(scale, overall) if rounded else multiplier
     scaled = (x.reshape(rows, columns // 16, 16).float() * multiplier.unsqueeze(-1)).view(rows, columns)
-    random = random_bytes(scaled.shape, torch.default_generator) if stochastic else None
+    random = random_bytes(scaled.shape, torch.default_generator) if quantizer.stochastic_rounding else None
     return pack_e2m1(encode_e2m1(scaled, random)), encode_fp8(scale, E4M3)

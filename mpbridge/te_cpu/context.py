@@ -18,13 +18,12 @@ from mpbridge.common.machines import Machine, machines
 from mpbridge.common.machines import machine as machine_of
 from mpbridge.common.probe import installed, playing
 from mpbridge.common.transformer_engine import choose, played_versions
-from mpbridge.common.upstream import Patch, replaced
+from mpbridge.common.upstream import replaced
 from mpbridge.common.versions import release as numbers
 from mpbridge.te_cpu import played as stage
 from mpbridge.te_cpu.autocast import cuda_lists
 from mpbridge.te_cpu.cuda_names import played_patches
 from mpbridge.te_cpu.loading import environment, loaded
-from mpbridge.te_cpu.played import Played
 
 if TYPE_CHECKING:
     import types
@@ -60,12 +59,12 @@ def transformer_engine_on_cpu(
             f"this machine has a GPU ({torch.cuda.get_device_name()}): run Transformer Engine itself, or pass beside_a_gpu=True to play {wanted.name} on the CPU"
         )
     package = choose(te, where)
-    refuse_after_megatron(package.version)
-    played, versions = Played(machine=wanted, release=package.release), played_versions(installed(), package)
+    _refuse_after_megatron(package.version)
+    versions = played_versions(installed(), package)
     with ExitStack() as stack:
-        stage.enter(played)
-        stack.callback(stage.leave)
-        stack.enter_context(replaced(*_patches(played)))
+        played = stack.enter_context(stage.playing(wanted, package.release))
+        talkers = ((logging.getLogger(name), "disabled", True) for name in _TALKERS)
+        stack.enter_context(replaced(*played_patches(played), *talkers))
         stack.enter_context(cuda_lists())
         # on a CPU torch.compile takes seconds per function
         stack.enter_context(torch._dynamo.config.patch(disable=True))
@@ -79,9 +78,7 @@ def transformer_engine_on_cpu(
 
 def stage_of(run: Run) -> AbstractContextManager[types.ModuleType | None]:
     """The context that a run is trained in: `transformer_engine_on_cpu` if it asks for it, else a null context."""
-    if run.played is None:
-        return nullcontext()
-    return transformer_engine_on_cpu(run.played, te=run.te)
+    return nullcontext() if run.played is None else transformer_engine_on_cpu(run.played, te=run.te)
 
 
 def _again(wanted: Machine, te: str | None) -> types.ModuleType:
@@ -90,7 +87,7 @@ def _again(wanted: Machine, te: str | None) -> types.ModuleType:
     asked = None if te is None else numbers(te)
     if played.machine != wanted or (asked is not None and played.release[: len(asked)] != asked):
         raise Refused(
-            f"Transformer Engine {'.'.join(map(str, played.release))} already plays {played.machine.name}, but {wanted.name} was requested with {te or 'any release'}: leave that context first"
+            f"Transformer Engine {played.text} already plays {played.machine.name}, but {wanted.name} was requested with {te or 'any release'}: leave that context first"
         )
     return sys.modules["transformer_engine"]
 
@@ -102,20 +99,24 @@ def _machine(given: str | Machine) -> Machine:
     return found
 
 
-def refuse_after_megatron(version: str) -> None:
+def _megatron_is_imported() -> bool:
+    return any(name.startswith("megatron.core") for name in sys.modules)
+
+
+def _refuse_after_megatron(version: str) -> None:
     """Raises Refused if megatron has been imported without this Transformer Engine."""
-    if not any(name.startswith("megatron.core") for name in sys.modules):
+    if not _megatron_is_imported():
         return
-    if not _UNDER and not stage._now:
+    if not _UNDER:
         raise Refused(
             "megatron is already imported, and at import it found no Transformer Engine: enter mpbridge.transformer_engine_on_cpu() first"
         )
-    if _UNDER and _UNDER[0] != version:
+    if _UNDER[0] != version:
         raise Refused(f"megatron was imported under Transformer Engine {_UNDER[0]}: {version} needs a separate process")
 
 
 def _note_megatron(version: str) -> None:
-    if not _UNDER and any(name.startswith("megatron.core") for name in sys.modules):
+    if not _UNDER and _megatron_is_imported():
         _UNDER.append(version)
 
 
@@ -126,8 +127,3 @@ _TALKERS = (
     "DotProductAttention",
 )
 """Loggers whose warnings always apply here."""
-
-
-def _patches(played: Played) -> Iterator[Patch]:
-    yield from played_patches(played)
-    yield from ((logging.getLogger(name), "disabled", True) for name in _TALKERS)

@@ -1,12 +1,13 @@
 """Answers of a played GPU that torch's CPU build would not give, or would give otherwise: random states, torch.accelerator, memory, pinned tensors, torch.compile."""
 
-from __future__ import annotations
-
 import functools
 import logging
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +32,17 @@ _COUNTED = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
 )  # fmt: skip
 _SINGLE = (
-    "num_alloc_retries",
-    "num_ooms",
-    "num_sync_all_streams",
-    "num_device_alloc",
-    "num_device_free",
-    "max_split_size",
-)
+    "num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free", "max_split_size"
+)  # fmt: skip
+_ZERO = (
+    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization", "memory_usage", "device_memory_used", "get_sync_debug_mode",
+)  # fmt: skip
+_IDLE = (
+    "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_accumulated_memory_stats",
+    "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "caching_allocator_enable", "set_per_process_memory_fraction",
+    "set_sync_debug_mode", "ipc_collect", "init", "_lazy_init", "set_stream", "_record_memory_history",
+)  # fmt: skip
+"""Functions of torch.cuda and torch.accelerator that report memory, or do what needs no doing: nothing is allocated on a GPU."""
 _logger = logging.getLogger("mpbridge.te_cpu")
 
 
@@ -57,6 +62,15 @@ def _set_states(states: Iterable[torch.Tensor]) -> None:
         set_state(state)
 
 
+def _unoccupied() -> int:
+    """Bytes of this machine's memory that a program can still have, as far as Linux tells: what one that asks before it allocates really gets."""
+    try:
+        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else sys.maxsize
+
+
 def _seed() -> None:
     torch.default_generator.seed()
 
@@ -67,9 +81,13 @@ _NCCL = (2, 27, 5)
 
 def _torch_cuda(played: Played, devices: int) -> dict[str, Any]:
     """Names of torch.cuda, torch.cuda.memory and torch.cuda.streams."""
-    major, minor = played.capability
+    (major, minor), total = played.capability, played.machine.memory_bytes
     kinds = {name: getattr(torch, name) for name in torch.cuda.__all__ if name.endswith(("Tensor", "Storage"))}
     return kinds | {
+        **{name: lambda *args, **kwargs: 0 for name in _ZERO},
+        **dict.fromkeys(_IDLE, nothing),
+        "mem_get_info": lambda *args, **kwargs: (min(total, _unoccupied()), total),
+        "get_per_process_memory_fraction": lambda *args, **kwargs: 1.0,
         "current_device": _current_device,
         "set_device": _set_device,
         "device": _Index,
@@ -141,33 +159,17 @@ def _loads_on_cpu(original: Any) -> Any:
     return load
 
 
-class _Index:
+class _Index(nullcontext[None]):
     """`torch.cuda.device(...)` and torch.accelerator.device_index(...): there is only one."""
 
     def __init__(self, *args: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
-        pass
+        super().__init__()
 
 
-def _accelerator(played: Played, devices: int, memory: Callable[..., tuple[int, int]]) -> dict[str, Any]:
-    zero = (
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-    )
-    idle = (
-        "set_stream", "synchronize", "empty_cache", "empty_host_cache", "reset_peak_memory_stats",
-        "reset_accumulated_memory_stats",
-    )  # fmt: skip
+def _accelerator(devices: int, memory: Any) -> dict[str, Any]:
     return {
-        **{name: lambda *args, **kwargs: 0 for name in zero},
-        **dict.fromkeys(idle, nothing),
+        **{name: lambda *args, **kwargs: 0 for name in _ZERO},
+        **dict.fromkeys((*_IDLE, "synchronize", "empty_cache", "empty_host_cache"), nothing),
         **dict.fromkeys(("current_device_index", "current_device_idx"), _current_device),
         **dict.fromkeys(("set_device_index", "set_device_idx"), _set_device),
         "is_available": lambda: True,
@@ -180,11 +182,12 @@ def _accelerator(played: Played, devices: int, memory: Callable[..., tuple[int, 
     }
 
 
-def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]) -> Iterator[Patch]:
-    """The replacements. devices: GPUs of the played node. memory: (free, total) bytes."""
+def answers(played: Played, devices: int) -> Iterator[Patch]:
+    """The replacements. devices: GPUs of the played node."""
     cuda: Any = torch.cuda
-    for name, value in _torch_cuda(played, devices).items():
-        for owner in (cuda, cuda.memory, cuda.streams):
+    own = _torch_cuda(played, devices)
+    for name, value in own.items():
+        for owner in (cuda, cuda.memory, cuda.streams):  # torch's own test helpers ask the second
             if name in vars(owner):
                 yield owner, name, value
     _current[0] = 0
@@ -204,7 +207,7 @@ def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]
             yield owner, name, _seed
         yield owner, "initial_seed", torch.default_generator.initial_seed
     yield cuda, "default_generators", (torch.default_generator,) * devices
-    for name, answer in _accelerator(played, devices, memory).items():
+    for name, answer in _accelerator(devices, own["mem_get_info"]).items():
         if hasattr(torch.accelerator, name):
             yield torch.accelerator, name, answer
     yield torch, "device", _device(torch.device)

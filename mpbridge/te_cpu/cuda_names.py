@@ -1,15 +1,11 @@
 """torch's CUDA names while a machine is played: the device layer's redirections, plus answers as from a GPU."""
 
-from __future__ import annotations
-
 import functools
+import inspect
 import os
-import re
-import sys
 import types
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,47 +31,10 @@ from mpbridge.te_cpu.sides import with_copies
 def _properties(played: Played) -> types.SimpleNamespace:
     major, minor = played.capability
     return types.SimpleNamespace(
-        major=major,
-        minor=minor,
-        name=played.machine.name,
-        total_memory=played.machine.memory_bytes,
-        multi_processor_count=132,
-        warp_size=32,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block_optin=232448,
-        gcnArchName="",
-        uuid="",
+        major=major, minor=minor, name=played.machine.name, total_memory=played.machine.memory_bytes, multi_processor_count=132, warp_size=32,
+        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448, gcnArchName="", uuid="",
         is_integrated=False,
-    )
-
-
-def _counters(played: Played) -> dict[str, Any]:
-    """Functions that report memory: nothing is allocated on a GPU."""
-    total = played.machine.memory_bytes
-    zero = (
-        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization", "memory_usage", "device_memory_used", "get_sync_debug_mode",
     )  # fmt: skip
-    out: dict[str, Any] = {name: lambda *args, **kwargs: 0 for name in zero}
-    out |= dict.fromkeys(
-        (
-            "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_accumulated_memory_stats",
-            "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "caching_allocator_enable", "set_per_process_memory_fraction",
-            "set_sync_debug_mode", "ipc_collect", "init", "_lazy_init", "set_stream", "_record_memory_history",
-        ),
-        nothing,
-    )  # fmt: skip
-    out["mem_get_info"] = lambda *args, **kwargs: (min(total, _unoccupied()), total)
-    return out | {"get_per_process_memory_fraction": lambda *args, **kwargs: 1.0}
-
-
-def _unoccupied() -> int:
-    """Bytes of this machine's memory that a program can still have, as far as Linux tells: what one that asks before it allocates really gets."""
-    try:
-        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else sys.maxsize
 
 
 def _generator(original: Any) -> Any:
@@ -122,12 +81,7 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield cuda, "get_device_name", lambda *args, **kwargs: played.machine.name
     yield cuda, "is_current_stream_capturing", lambda: False
     yield cuda, "is_bf16_supported", lambda *args, **kwargs: played.capability >= (8, 0)
-    counters = _counters(played)
-    yield from answers(played, devices, counters["mem_get_info"])
-    for name, answer in counters.items():
-        for owner in (cuda, cuda.memory):  # torch's own test helpers ask the latter
-            if hasattr(owner, name):
-                yield owner, name, answer
+    yield from answers(played, devices)
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, nothing
     yield cuda.nvtx, "range", lambda *args, **kwargs: nullcontext()
@@ -140,22 +94,22 @@ def played_patches(played: Played) -> Iterator[Patch]:
         yield torch.Tensor, name, on_cpu(getattr(torch.Tensor, name))
     for owner in (dist, distributed_c10d):
         yield owner, "_coalescing_manager", one_by_one
-    yield DeviceMesh, "from_group", staticmethod(_on_a_cpus_mesh(DeviceMesh.from_group))
+    yield DeviceMesh, "from_group", staticmethod(_on_a_cpu(DeviceMesh.from_group))
     for owner in (dist, device_mesh):
-        yield owner, "init_device_mesh", _on_a_cpus_mesh(device_mesh.init_device_mesh)
+        yield owner, "init_device_mesh", _on_a_cpu(device_mesh.init_device_mesh)
     data_parallel = torch.nn.parallel.DistributedDataParallel
-    yield data_parallel, "__init__", _on_no_device(data_parallel.__init__)
+    yield data_parallel, "__init__", _without(data_parallel.__init__, "device_ids", "output_device")
     for owner in (_init_utils, fully_sharded_data_parallel):
         yield owner, "_init_device_handle", _played_handle
     yield _init_utils, "_get_compute_device", lambda *args: CPU
-    yield torch, "set_default_device", _default_device(torch.set_default_device)
+    yield torch, "set_default_device", _on_a_cpu(torch.set_default_device)
     yield dist, "is_nccl_available", lambda: True
     yield dist, "ProcessGroupNCCL", _Nccl
     yield _symmetric_memory, "empty", _no_symmetric_memory
     # torch's later releases have these; torch's own fail for want of a GPU's backend, whatever the tensor
     for name, answer in (("set_backend", None), ("is_symm_mem_tensor", False)):
         if hasattr(_symmetric_memory, name):
-            yield _symmetric_memory, name, functools.partial(_answer, answer)
+            yield _symmetric_memory, name, lambda *args, answer=answer: answer
     yield from _collectives()
 
 
@@ -166,7 +120,7 @@ def _collectives() -> Iterator[Patch]:
         for name in ("init_process_group", "new_subgroups_by_enumeration"):
             yield owner, name, _on_gloo(getattr(owner, name))
         yield owner, "new_group", _on_gloo(_of_its_ranks(owner.new_group))
-        yield owner, "barrier", _without_devices(owner.barrier)
+        yield owner, "barrier", _without(owner.barrier, "device_ids")
         # one function for both: P2POp compares its own with the caller's
         yield from ((owner, name, function) for name, function in movers.items())
     yield from gloo_patches()
@@ -205,6 +159,20 @@ def _bytes_moved(original: Any) -> Any:
     return move
 
 
+def _without(original: Any, *names: str) -> Any:
+    """A function that ignores these parameters."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        for name in names:
+            bound.arguments.pop(name, None)
+        return original(*bound.args, **bound.kwargs)
+
+    return call
+
+
 def _on_gloo(original: Any) -> Any:
     """A function that makes process groups, with gloo when NCCL is requested."""
 
@@ -232,10 +200,6 @@ def _of_its_ranks(new_group: Any) -> Any:
     return make
 
 
-def _answer(answer: Any, *args: Any) -> Any:
-    return answer
-
-
 def _no_symmetric_memory(*args: Any, **kwargs: Any) -> Any:
     """As on GPUs without NVLink between them: libraries catch that error (megatron-core) and go on without."""
     raise RuntimeError("symmetric memory: simulated GPUs have no NVLink")
@@ -251,34 +215,15 @@ class _Nccl:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=types.SimpleNamespace())
 
 
-def _on_a_cpus_mesh(original: Any) -> Any:
-    """A function that makes device meshes, of CPUs when CUDA devices are requested."""
+def _on_a_cpu(original: Any) -> Any:
+    """A function that chooses a device or makes device meshes, of CPUs when CUDA's are requested."""
+
+    def cpus(value: Any) -> Any:
+        return "cpu" if names_cuda(value) else value
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("cpu" if isinstance(arg, str) and names_cuda(arg) else arg for arg in args)
-        if names_cuda(kwargs.get("device_type")):
-            kwargs["device_type"] = "cpu"
-        return original(*args, **kwargs)
-
-    return make
-
-
-def _without_devices(original: Any) -> Any:
-    @functools.wraps(original)
-    def barrier(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_ids", None)
-        return original(*args, **kwargs)
-
-    return barrier
-
-
-def _on_no_device(original: Any) -> Any:
-    @functools.wraps(original)
-    def make(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        original(self, module, None, None, *args, **kwargs)
+        return original(*map(cpus, args), **{name: cpus(value) for name, value in kwargs.items()})
 
     return make
 
@@ -287,10 +232,3 @@ def _played_handle(state: Any, *args: Any) -> Any:
     """FullyShardedDataParallel's streams and events; torch's own refuses parameters on a CPU where it finds no accelerator."""
     state._device_handle = torch.cuda
     return state
-
-
-def _default_device(original: Any) -> Any:
-    def set_default_device(device: Any) -> None:
-        original("cpu" if names_cuda(device) else device)
-
-    return set_default_device

@@ -1,7 +1,5 @@
 """Enumerations and types of `transformer_engine_torch`, with the members of each release."""
 
-from __future__ import annotations
-
 import enum
 import types
 from collections.abc import Mapping
@@ -31,17 +29,10 @@ class DType(enum.IntEnum):
 
 DType.__module__ = _MODULE
 DType.__str__ = enum.Enum.__str__  # type: ignore[method-assign]  # "DType.kFloat8E4M3" as in pybind; since Python 3.11 an IntEnum prints the number
-_TORCH: Mapping[int, torch.dtype] = types.MappingProxyType(
-    {
-        DType.kByte: torch.uint8,
-        DType.kInt32: torch.int32,
-        DType.kFloat32: torch.float32,
-        DType.kFloat16: torch.float16,
-        DType.kBFloat16: torch.bfloat16,
-        DType.kFloat8E4M3: torch.uint8,
-        DType.kFloat8E5M2: torch.uint8,
-    }
-)
+TORCH: Mapping[int, torch.dtype] = types.MappingProxyType({
+    DType.kByte: torch.uint8, DType.kInt32: torch.int32, DType.kFloat32: torch.float32, DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16, DType.kFloat8E4M3: torch.uint8, DType.kFloat8E5M2: torch.uint8,
+})  # fmt: skip
 _FORMAT: Mapping[int, NumberFormat] = types.MappingProxyType(
     {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2, DType.kFloat4E2M1: E2M1}
 )
@@ -51,9 +42,9 @@ def torch_dtype(code: Any) -> torch.dtype:
     """The torch dtype of a `DType` (or of its number, or a torch dtype itself); FP8 is stored as uint8. Raises BadValue."""
     if isinstance(code, torch.dtype):
         return code
-    if int(code) not in _TORCH:
+    if int(code) not in TORCH:
         raise BadValue(f"Transformer Engine's dtype {code!r} has no torch dtype (expected one of {list(DType)})")
-    return _TORCH[int(code)]
+    return TORCH[int(code)]
 
 
 def number_format(code: Any) -> NumberFormat:
@@ -96,9 +87,9 @@ class FP8TensorMeta:
         self.scale = self.scale_inv = self.amax_history = torch.Tensor()
 
 
-def _enumeration(name: str, members: dict[str, int]) -> Any:
+def _enumeration(name: str, members: tuple[str, ...]) -> Any:
     base: Any = enum.IntEnum
-    made: Any = base(name, members, module=_MODULE)
+    made = base(name, members, module=_MODULE, start=0)
     made.__str__ = enum.Enum.__str__
     return made
 
@@ -117,23 +108,16 @@ def enumerations(release: tuple[int, ...]) -> dict[str, Any]:
         "NVTE_QKV_Format": tuple(f"NVTE_{name}" for name in formats),
         "NVTE_QKV_Layout": tuple(f"NVTE_{name}" for name in layouts),
         "NVTE_Fused_Attn_Backend": (*backends, "NVTE_F16_arbitrary_seqlen", "NVTE_FP8", "NVTE_No_Backend"),
-        "NVTEScalingMode": (
-            "NVTE_DELAYED_TENSOR_SCALING", "NVTE_MXFP8_1D_SCALING", "NVTE_BLOCK_SCALING_1D", "NVTE_BLOCK_SCALING_2D",
-            "NVTE_NVFP4_1D_SCALING", "NVTE_INVALID_SCALING",
-        ),
-        "NVTERoutingMapFormat": ("BYTEMAP", "BITMAP_U8"),
-        "NVTEQBHistogramMode": ("TWO_KERNEL", "FUSED_ATOMIC"),
-    }  # fmt: skip
-    if release < (2, 18):
-        for later in ("NVTEScalingMode", "NVTEQBHistogramMode"):
-            del members[later]
-    if release < (2, 17):
-        del members["NVTERoutingMapFormat"]
-    made: dict[str, Any] = {
-        name: _enumeration(name, {m: i for i, m in enumerate(given)}) for name, given in members.items()
     }
     if release < (2, 17):
-        made["Float8BlockScaleTensorFormat"] = _enumeration(
-            "Float8BlockScaleTensorFormat", {"GEMM_READY": 0, "COMPACT": 1, "INVALID": 2}
-        )
+        members["Float8BlockScaleTensorFormat"] = ("GEMM_READY", "COMPACT", "INVALID")
+    else:
+        members["NVTERoutingMapFormat"] = ("BYTEMAP", "BITMAP_U8")
+    if release >= (2, 18):
+        members["NVTEScalingMode"] = (
+            "NVTE_DELAYED_TENSOR_SCALING", "NVTE_MXFP8_1D_SCALING", "NVTE_BLOCK_SCALING_1D", "NVTE_BLOCK_SCALING_2D",
+            "NVTE_NVFP4_1D_SCALING", "NVTE_INVALID_SCALING",
+        )  # fmt: skip
+        members["NVTEQBHistogramMode"] = ("TWO_KERNEL", "FUSED_ATOMIC")
+    made = {name: _enumeration(name, given) for name, given in members.items()}
     return {"DType": DType, "FP8TensorMeta": FP8TensorMeta, **made}

@@ -5,8 +5,6 @@ compiled index helper of the installed megatron-core, instead of building it in 
 Python 3.11; spawned processes that play the same machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -25,6 +23,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+from mpbridge.common.errors import Refused
 from mpbridge.common.upstream import replaced
 from mpbridge.te_cpu.loading import restored
 from mpbridge.te_cpu.module import APEX, make_apex
@@ -37,8 +36,8 @@ VARIABLE = "MPBRIDGE_CHILD"
 
 
 @contextlib.contextmanager
-def children_play(machine: str, te: str) -> Iterator[None]:
-    """In the block, processes started by spawn or forkserver also play `machine` with release `te`.
+def _children_play() -> Iterator[None]:
+    """In the block, processes started by spawn or forkserver also play what this one plays.
 
     Every process sees a real GPU; a played machine exists only in its own process, so a child's import of Transformer Engine would fail for
     lack of the compiled library. Therefore a child starts in `child`, plays what its parent plays, and continues with the parent's main module.
@@ -48,7 +47,7 @@ def children_play(machine: str, te: str) -> Iterator[None]:
     def get_preparation_data(name: str) -> dict[str, Any]:
         found = original(name)
         main = {key: found.pop(key) for key in ("init_main_from_name", "init_main_from_path") if key in found}
-        os.environ[VARIABLE] = json.dumps({"machine": machine, "te": te, **main})
+        os.environ[VARIABLE] = json.dumps({"machine": now().machine.name, "te": now().text, **main})
         return found | {"init_main_from_name": "mpbridge.te_cpu.child"}
 
     with restored([VARIABLE]), replaced((spawn, "get_preparation_data", get_preparation_data)):
@@ -80,16 +79,13 @@ class _Name:
             return args[0] if isinstance(args[0], _Kernel) else _Kernel(args[0])
         return self
 
-    def __getitem__(self, key: Any) -> Any:
-        return self
-
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return ()
 
-    def __or__(self, other: Any) -> Any:
+    def __getitem__(self, other: Any) -> Any:
         return self
 
-    __ror__ = __or__
+    __or__ = __ror__ = __getitem__
 
     def __lt__(self, other: Any) -> bool:
         return False
@@ -111,16 +107,11 @@ class _Kernel(_Name):
         source = textwrap.dedent(inspect.getsource(self.fn))
         return source[source.index("def ") :]
 
-    def __getitem__(self, grid: Any) -> Any:
-        from mpbridge.common.errors import Refused
-
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Its launch, in whichever way."""
         raise Refused(f"the Triton kernel {self.name} runs on a GPU only (launched from {caller()})")
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Another way of launching it."""
-        return self[None]
-
-    warmup = __call__ = run
+    warmup = __call__ = __getitem__ = run
 
 
 class _Triton(types.ModuleType):
@@ -170,11 +161,9 @@ def _stand_in_for_triton() -> list[str]:
 class _HelperFinder:
     """Finds megatron-core's compiled index helper in an installed megatron-core if the imported tree has not built its own."""
 
-    name = "megatron.core.datasets.helpers_cpp"
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The helper's spec, or None."""
-        if name != self.name or any(list(Path(place).glob("helpers_cpp*.so")) for place in path or ()):
+        built = any(list(Path(place).glob("helpers_cpp*.so")) for place in path or ())
+        if name != "megatron.core.datasets.helpers_cpp" or built:
             return None
         for place in sys.path:
             for found in sorted(Path(place or ".").glob("megatron/core/datasets/helpers_cpp*.so")):
@@ -186,11 +175,8 @@ class _HelperFinder:
 class _UtilsFinder:
     """Makes `megatron.core.datasets.utils.compile_helpers` (make) a no-op: the helper above is used instead."""
 
-    name = "megatron.core.datasets.utils"
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The module's own spec, with a loader that disables the compilation."""
-        if name != self.name:
+        if name != "megatron.core.datasets.utils":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
@@ -240,16 +226,13 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
         made.append(APEX)
     finders: list[Any] = [_HelperFinder(), _UtilsFinder()]
     sys.meta_path[:0] = finders
-    added = not hasattr(typing, "override")
-    if added:
-        typing.override = lambda method: method  # type: ignore[attr-defined]
-    played = now()
+    added = [] if hasattr(typing, "override") else [(typing, "override", lambda method: method)]
     try:
-        with restored((*_WORLD, _MADE_UP, "CUDA_DEVICE_MAX_CONNECTIONS")):
+        with replaced(*added), restored((*_WORLD, _MADE_UP, "CUDA_DEVICE_MAX_CONNECTIONS")):
             os.environ.update(_world_of_one(own_port))
             if connections:
                 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-            with children_play(played.machine.name, ".".join(map(str, played.release))):
+            with _children_play():
                 yield
     finally:
         for name in made:
@@ -257,5 +240,3 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
         for finder in finders:
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)
-        if added:
-            del typing.override  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """GEMMs: exact products of quantized operands, summed in FP32, rounded once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -62,36 +60,32 @@ def generic_gemm(
     if D is not None:
         checks.check_output(D, rows_and_columns(D, column=False), shape, output_dtype)
     dtype = torch_dtype(output_dtype) if output_dtype is not None else _dtype_of(D, A)
-    if 0 not in shape_a and 0 not in shape_b:  # an empty product is zeros, whatever its operands
+    empty = 0 in shape_a or 0 in shape_b  # zeros, whatever the operands
+    if not empty:
         checks.check_modes(A, B)
     left = gemm_operand(B, "B", column=transB)
     right = gemm_operand(A, "A", column=not transA)
-    if 0 not in shape_a and 0 not in shape_b:
+    if not empty:
         checks.check_dimensions(A, transA, shape_a, B, transB, shape_b)
         checks.check_types(A, B, None if _casts(quantizer, A, B) else dtype)
         checks.check_blocks(A, B, use_split_accumulator)
         checks.check_epilogue(A, dtype, biased=bias is not None, gelu=gelu, grad=grad)
     x = left.turned() if transB else left
     w = right.turned() if transA else right
-    bias_gradient = _bias_gradient(left, shape_b, dtype) if grad and bias is not None else None
-    pre_gelu = None
-    if gelu:
-        result = _result(x, w, torch.float32, None if grad else bias, alpha)
-        if grad:
-            assert gelu_in is not None  # the epilogue reads the input stored by the forward GEMM
-            result = gelu_gradient(gelu_in.reshape(result.shape).float()) * result
-        else:
-            pre_gelu = result.to(dtype).reshape(shape)
-            result = gelu_value(result)
-    else:
-        wide = accumulate or quantizer is not None
-        result = _result(x, w, torch.float32 if wide else dtype, None if grad else bias, alpha)
-    return [
-        _stored(result.reshape(shape), dtype, D, quantizer, accumulate, beta),
-        bias_gradient,
-        pre_gelu,
-        extra_output,
-    ]
+    bias_gradient = pre_gelu = None
+    if grad and bias is not None:
+        total = left.values.float().sum(0)
+        bias_gradient = (total if left.alpha is None else total * left.alpha).to(dtype)
+    wide = gelu or accumulate or quantizer is not None
+    result = _result(x, w, torch.float32 if wide else dtype, None if grad else bias, alpha)
+    if gelu and grad:
+        assert gelu_in is not None  # the epilogue reads the input stored by the forward GEMM
+        result = gelu_gradient(gelu_in.reshape(result.shape).float()) * result
+    elif gelu:
+        pre_gelu = result.to(dtype).reshape(shape)
+        result = gelu_value(result)
+    made = _stored(result.reshape(shape), dtype, D, quantizer, accumulate, beta)
+    return [made, bias_gradient, pre_gelu, extra_output]
 
 
 def _dtype_of(D: Any, A: Any) -> torch.dtype:
@@ -105,10 +99,8 @@ def _casts(quantizer: Any, A: Any, B: Any) -> bool:
 
 
 def _output_shape(a: Sequence[int], transa: bool, b: Sequence[int], transb: bool) -> tuple[int, ...]:
-    outer = a[0] if transa and len(a) == 2 else int(torch.Size(a[:-1]).numel()) if transa else a[-1]
-    if transb:
-        return (b[-1], outer)
-    return (*b[:-1], outer)
+    outer = math.prod(a[:-1]) if transa else a[-1]
+    return (b[-1], outer) if transb else (*b[:-1], outer)
 
 
 def _result(x: Operand, w: Operand, out: torch.dtype, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
@@ -124,32 +116,20 @@ def _result(x: Operand, w: Operand, out: torch.dtype, bias: torch.Tensor | None,
     return (result if bias is None else result + bias.float()).to(out)
 
 
-def _bias_gradient(dy: Operand, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    total = dy.values.float().sum(0)
-    return (total if dy.alpha is None else total * dy.alpha).to(dtype)
-
-
 def _stored(
     result: torch.Tensor, dtype: torch.dtype, D: Any, quantizer: Any, accumulate: bool, beta: float | None
 ) -> Any:
+    if D is None:
+        rounded = result.to(dtype)
+        return rounded if quantizer is None else new_quantized(quantizer, rounded)
     if quantizer is not None:
         # only delayed scaling casts inside the GEMM's epilogue; the others quantize a rounded output
-        source = (
-            result
-            if storage_kind(D) == "delayed" and type(quantizer).__name__ == "Float8Quantizer"
-            else result.to(dtype)
-        )
-        if D is None:
-            return new_quantized(quantizer, result.to(dtype) if source.dtype != dtype else source)
-        return fill(quantizer, source, coerced(quantizer, D, tuple(result.shape), dtype))
-    if D is None:
-        return result.to(dtype)
+        inside = storage_kind(D) == "delayed" and type(quantizer).__name__ == "Float8Quantizer"
+        into = coerced(quantizer, D, tuple(result.shape), dtype)
+        return fill(quantizer, result if inside else result.to(dtype), into)
     if accumulate:
-        before = D.float()
-        D.copy_(before * (1.0 if beta is None else beta) + result.float())
-    else:
-        D.copy_(result)
-    return D
+        result = D.float() * (1.0 if beta is None else beta) + result.float()
+    return D.copy_(result)
 
 
 @kernel
@@ -175,60 +155,38 @@ def te_general_grouped_gemm(
     """One GEMM per expert, into its own output or its rows of one output; returns biases (forward) or bias gradients (backward)."""
     if single_output and D is None:
         raise RuntimeError("not implemented, D should be allocated for single output case.")
-    used = [
-        (a, b)
-        for a, b in zip(A, B, strict=True)
-        if 0 not in rows_and_columns(a, column=not transa) and 0 not in rows_and_columns(b, column=transb)
+    shapes = [
+        (rows_and_columns(a, column=not transa), rows_and_columns(b, column=transb)) for a, b in zip(A, B, strict=True)
     ]
+    used = [i for i, (a, b) in enumerate(shapes) if 0 not in a and 0 not in b]
     if used:
-        checks.check_lists(*zip(*used, strict=True))
+        checks.check_lists([A[i] for i in used], [B[i] for i in used])
     made, start = [], 0
     for i, (a, b) in enumerate(zip(A, B, strict=True)):
+        out: Any = None if D is None else D[0 if single_output else i]
         if single_output:
-            assert D is not None
-            whole = D[0].reshape(-1, D[0].shape[-1])
-            out: Any = whole[start : start + int(m_splits[i])]
+            out = out.reshape(-1, out.shape[-1])[start : start + int(m_splits[i])]
             start += int(m_splits[i])
-        else:
-            out = D[i] if D is not None else None
-        extra = _at(bias, i), bias_type, _at(pre_gelu_out, i), grad
-        how = {"accumulate": accumulate, "use_split_accumulator": use_split_accumulator}
-        made.append(_one_of_group((a, transa, b, transb), out, D_type, *extra, **how))
+        added, gelu = _at(bias, i), _at(pre_gelu_out, i)
+        if 0 in shapes[i][1] or (out is not None and out.numel() == 0):
+            for tensor in (None if accumulate else out, added if grad else None, None if grad else gelu):
+                if tensor is not None:
+                    tensor.zero_()
+            made.append(out)
+            continue
+        if out is not None:  # the kernel looks at an output's address and dtype only
+            shape = _output_shape(shapes[i][0], transa, shapes[i][1], transb)
+            out = out if tuple(out.shape) == shape or out.numel() != math.prod(shape) else out.view(shape)
+        product, bias_gradient, pre_gelu, _ = generic_gemm(
+            a, transa, b, transb, out, None, D_type if out is None else None, added, bias_type, gelu is not None, gelu if grad else None, grad,
+            accumulate=accumulate, use_split_accumulator=use_split_accumulator,
+        )  # fmt: skip
+        made.append(product)
+        for into, found in ((gelu, pre_gelu), (added, bias_gradient)):
+            if into is not None and found is not None:
+                into.copy_(found.reshape(into.shape))
     return bias if D is not None or bias else made
 
 
 def _at(tensors: Sequence[torch.Tensor] | None, index: int) -> torch.Tensor | None:
     return tensors[index] if tensors and tensors[index].numel() else None
-
-
-def _one_of_group(
-    operands: tuple[Any, bool, Any, bool],
-    out: Any,
-    dtype: Any,
-    bias: Any,
-    bias_type: Any,
-    gelu: Any,
-    grad: bool,
-    **how: bool,
-) -> Any:
-    a, transa, b, transb = operands
-    if 0 in rows_and_columns(b, column=transb) or (isinstance(out, torch.Tensor) and out.numel() == 0):
-        for tensor in (None if how["accumulate"] else out, bias if grad else None, None if grad else gelu):
-            if tensor is not None:
-                tensor.zero_()
-        return out
-    if out is not None:  # the kernel looks at an output's address and dtype only
-        shape = _output_shape(
-            rows_and_columns(a, column=not transa), transa, rows_and_columns(b, column=transb), transb
-        )
-        dtype = None
-        out = out if tuple(out.shape) == shape or out.numel() != math.prod(shape) else out.view(shape)
-    stored = gelu if grad else None
-    made, bias_gradient, pre_gelu, _ = generic_gemm(
-        *operands, out, None, dtype, bias, bias_type, gelu is not None, stored, grad, **how
-    )
-    if pre_gelu is not None:
-        gelu.copy_(pre_gelu.reshape(gelu.shape))
-    if bias_gradient is not None and bias is not None:
-        bias.copy_(bias_gradient.reshape(bias.shape))
-    return made

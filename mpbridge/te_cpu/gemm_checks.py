@@ -3,8 +3,6 @@
 Source: Transformer Engine's pytorch/csrc/extensions/gemm.cpp and common/gemm/cublaslt_gemm.cu; cuBLAS's table of types for cublasLtMatmul.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,30 +10,16 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import E5M2
-from mpbridge.te_cpu.enums import DType, number_format
+from mpbridge.te_cpu.enums import TORCH, DType, number_format
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import QuantizerKind, rows_of, storage_kind
 
-_WIDE = frozenset({torch.bfloat16, torch.float16, torch.float32})
-_OUTPUTS: Mapping[torch.dtype, frozenset[torch.dtype]] = {
-    torch.bfloat16: frozenset({torch.bfloat16, torch.float32}),
-    torch.float16: frozenset({torch.float16, torch.float32}),
-    torch.float32: frozenset({torch.float32}),
-}
-"""The outputs of a product of two plain operands of a dtype."""
-_CODES: Mapping[torch.dtype, DType] = {
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
+_CODES: Mapping[torch.dtype, int] = {dtype: code for code, dtype in TORCH.items() if dtype is not torch.uint8} | {
     torch.uint8: DType.kByte,
-    torch.int32: DType.kInt32,
-    torch.float32: DType.kFloat32,
-    torch.float16: DType.kFloat16,
-    torch.bfloat16: DType.kBFloat16,
     torch.float8_e4m3fn: DType.kFloat8E4M3,
     torch.float8_e5m2: DType.kFloat8E5M2,
 }
-_NAMES: Mapping[int, str] = {
-    0: "Byte", 1: "Int16", 2: "Int32", 3: "Int64", 4: "Float32", 5: "Float16", 6: "BFloat16", 7: "Float8E4M3", 8: "Float8E5M2",
-    9: "Float8E8M0", 10: "Float4E2M1",
-}  # fmt: skip
 
 
 def dtype_code(tensor: Any) -> int:
@@ -47,7 +31,7 @@ def dtype_code(tensor: Any) -> int:
 
 def dtype_name(code: int) -> str:
     """The extension's name for one of its dtypes."""
-    return _NAMES.get(code, "an unknown dtype")
+    return next((one.name.removeprefix("k") for one in DType if one == code), "an unknown dtype")
 
 
 def mode_of(kind: QuantizerKind | None, *, square: bool = False) -> str:
@@ -127,11 +111,11 @@ def check_types(A: Any, B: Any, output: torch.dtype | None) -> None:
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: both operands are E5M2")
         if storage_kind(A) == "nvfp4" and output is torch.float16:
             raise RuntimeError("FP4 GEMM does not support FP16 output!")
-        known = _WIDE
+        known: tuple[torch.dtype, ...] = _WIDE
     else:
         if not all(plain) or A.dtype != B.dtype:
             raise RuntimeError(f"CUBLAS_STATUS_NOT_SUPPORTED: operands of two types ({names})")
-        known = _OUTPUTS.get(A.dtype, frozenset())
+        known = (A.dtype, torch.float32) if A.dtype in _WIDE else ()
     if output is not None and output not in known:
         raise RuntimeError(f"CUBLAS_STATUS_NOT_SUPPORTED: {output} output of {names} operands")
 

@@ -4,16 +4,13 @@ Source: `create_grouped_tensor` in Transformer Engine's pytorch/csrc/quantizer.c
 the last one is neither read nor written.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any
 
 import torch
 
-from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.storages import empty_quantized, kind_of, swizzles
+from mpbridge.te_cpu.storages import copies_of, empty_quantized, kind_of, swizzles
 from mpbridge.te_cpu.swizzle import splits_to_offsets
 
 Sizes = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -139,15 +136,14 @@ def empty_grouped(quantizer: Any, shape: tuple[int, int], dtype: torch.dtype, nu
         raise RuntimeError(
             "FP8 current-scaling grouped quantization does not support varying both first and last dimensions."
         )
-    row, column = bool(quantizer.rowwise_usage), bool(quantizer.columnwise_usage)
-    if kind in ("delayed", "current"):
-        row, column = row or now().any_layout, column and not now().any_layout
+    one_scale = kind in ("delayed", "current")
+    row, column = copies_of(quantizer) if one_scale else (quantizer.rowwise_usage, quantizer.columnwise_usage)
     buffers: dict[str, Any] = {}
     for wanted, data, scale in ((row, "data", "scale_inv"), (column, "columnwise_data", "columnwise_scale_inv")):
         if wanted:
             buffers[data] = torch.zeros(math.prod(shape) // (2 if kind == "nvfp4" else 1), dtype=torch.uint8)
             buffers[scale] = _empty_scales(quantizer, shape, num_tensors, columnwise=data != "data", both=both)
-    if kind in ("delayed", "current"):
+    if one_scale:
         shared = torch.ones(num_tensors)
         buffers.update({name: shared for name in ("scale_inv", "columnwise_scale_inv") if name in buffers})
         buffers.update(amax=torch.zeros(num_tensors), scale=torch.ones(num_tensors))

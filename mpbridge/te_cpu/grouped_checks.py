@@ -3,8 +3,6 @@
 Source: Transformer Engine's pytorch/csrc/extensions/cast.cpp, common/cast (`group_*`) and common/hadamard_transform (`graph_safe_group_*`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -57,8 +57,8 @@ def _enter(form: str, name: str) -> None:
         require(entry)
         if listed_d and bias is not None:
             raise RuntimeError("Bias is not supported for discrete output grouped GEMM.")
-        if listed_a:
-            _check_one_mode(A)
+        if listed_a and len({scaling_mode(one) for one in A}) > 1:
+            raise RuntimeError("Tensors have different scaling modes")
         sizes = [len(one) if listed else one.num_tensors for one, listed in ((A, listed_a), (B, False), (D, listed_d))]
         _check_machine(name, sizes, alpha, beta)
         b = _Side.of_group(B, "B", transb)
@@ -80,8 +80,16 @@ def _enter(form: str, name: str) -> None:
         if listed_d:
             _check_outputs(D)
         _check_order(b)
-        left, out = list(A) if listed_a else _parts(A), list(D) if listed_d else _parts(D)
-        _multiply(left, transa, _parts(B), transb, out, alpha, beta, use_split_accumulator)
+        left, right, out = (list(one) if isinstance(one, (list, tuple)) else _parts(one) for one in (A, B, D))
+        alphas, betas = (found.reshape(-1).expand(len(right)).tolist() for found in (alpha, beta))
+        for one, other, into, scale, kept in zip(left, right, out, alphas, betas, strict=True):
+            if into.numel() and 0 in rows_and_columns(other, column=transb):  # a sum over no tokens
+                into.mul_(kept) if kept else into.zero_()
+            elif into.numel():
+                generic_gemm(
+                    one, transa, other, transb, into, None, into.dtype, None, None, False, None, False,
+                    accumulate=kept != 0.0, use_split_accumulator=use_split_accumulator, alpha=scale, beta=kept if kept else None,
+                )  # fmt: skip
         _add_bias(D, bias, bias_scale)
         return D
 
@@ -196,32 +204,27 @@ def _check_inputs(sides: Sequence[_Side]) -> None:
             raise RuntimeError(f"Grouped GEMM inputs must be FP8, NVFP4, BF16, or FP16, got {dtype_name(side.code)}.")
     first = sides[0]
     for side in sides:
-        for differ, text in (
-            (side.fp8 != first.fp8, "both be FP8 or both be non-FP8."),
-            (side.fp4 != first.fp4, "both be NVFP4 or both be non-NVFP4."),
-            (("MXFP8" in side.mode) != ("MXFP8" in first.mode), "both use MXFP8 scaling or both not."),
-            (is_blockwise(side.mode) != is_blockwise(first.mode), "both use FP8 block scaling or both not."),
-        ):
-            if differ:
-                raise RuntimeError(f"Grouped GEMM: A and B must {text}")
+        _alike(
+            (side.fp8 == first.fp8, "be FP8 or both be non-FP8."),
+            (side.fp4 == first.fp4, "be NVFP4 or both be non-NVFP4."),
+            (("MXFP8" in side.mode) == ("MXFP8" in first.mode), "use MXFP8 scaling or both not."),
+            (is_blockwise(side.mode) == is_blockwise(first.mode), "use FP8 block scaling or both not."),
+        )
         if side.mode in _ORDERED and not side.ordered:
             raise RuntimeError("Grouped GEMM: scales must be swizzled for GEMM (MXFP8/NVFP4).")
 
 
-def _check_one_mode(tensors: Sequence[Any]) -> None:
-    if len({scaling_mode(one) for one in tensors}) > 1:
-        raise RuntimeError("Tensors have different scaling modes")
+def _alike(*rows: tuple[bool, str]) -> None:
+    for alike, text in rows:
+        if not alike:
+            raise RuntimeError(f"Grouped GEMM: A and B must both {text}")
 
 
 def _check_list(a: _Side, b: _Side) -> None:
     if a.code not in _INPUTS:
         raise RuntimeError("Grouped GEMM: A_list tensors must be FP8, NVFP4, BF16, or FP16.")
-    for differ, text in (
-        ((a.fp8 or a.fp4) != (b.fp8 or b.fp4), "both be low-precision (FP8/NVFP4) or both not."),
-        (a.fp8 != b.fp8, "both be FP8 or both be non-FP8."),
-    ):
-        if differ:
-            raise RuntimeError(f"Grouped GEMM: A and B must {text}")
+    low = (a.fp8 or a.fp4) == (b.fp8 or b.fp4), "be low-precision (FP8/NVFP4) or both not."
+    _alike(low, (a.fp8 == b.fp8, "be FP8 or both be non-FP8."))
 
 
 def _check_scaling(name: str, sides: tuple[_Side, _Side]) -> None:
@@ -280,29 +283,6 @@ def _check_order(b: _Side) -> None:
 
 def _parts(grouped: Any) -> list[Any]:
     return [one for one, _, _ in members(grouped)]
-
-
-def _multiply(
-    a: Sequence[Any],
-    transa: bool,
-    b: Sequence[Any],
-    transb: bool,
-    d: Sequence[torch.Tensor],
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    split: bool,
-) -> None:
-    alphas, betas = (found.reshape(-1).expand(len(a)).tolist() for found in (alpha, beta))
-    for left, right, out, scale, kept in zip(a, b, d, alphas, betas, strict=True):
-        if out.numel() == 0:
-            continue
-        if 0 in rows_and_columns(right, column=transb):  # a sum over no tokens
-            out.mul_(kept) if kept else out.zero_()
-            continue
-        generic_gemm(
-            left, transa, right, transb, out, None, out.dtype, None, None, False, None, False,
-            accumulate=kept != 0.0, use_split_accumulator=split, alpha=scale, beta=kept if kept else None,
-        )  # fmt: skip
 
 
 def _add_bias(d: Any, bias: Any, scale: torch.Tensor | None) -> None:

@@ -3,8 +3,6 @@
 Source: Transformer Engine's pytorch/csrc/extensions/cast.cpp and swizzle.cpp, and the checks of the kernels that they launch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence
@@ -14,13 +12,13 @@ import torch
 
 from mpbridge.numerics.scales import peaks_over
 from mpbridge.te_cpu.casts import (
-    current_reduced,
     current_scale,
     fill,
     nvfp4_amaxes,
     nvfp4_codes,
     nvfp4_columns,
     nvfp4_reduced,
+    reduced,
     store,
 )
 from mpbridge.te_cpu.enums import torch_dtype
@@ -58,13 +56,13 @@ def group_quantize(
     options that the kernels refuse.
     """
     require("group_quantize")
-    shape = two_dimensions(tensor)
+    shape, sizes = two_dimensions(tensor), (first_dims, last_dims, tensor_offsets)
     if output is None:
-        output = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, (first_dims, last_dims, tensor_offsets))
+        output = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, sizes)
     else:
-        check_reuse(output, quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
+        check_reuse(output, quantizer, shape, num_tensors, sizes)
     if tensor.numel():
-        check_quantizable(quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
+        check_quantizable(quantizer, shape, num_tensors, sizes)
         # the kernels of NVFP4 are not given the flag
         if noop_flag is None or float(noop_flag.reshape(-1)[0]) != 1.0 or kind_of(quantizer) == "nvfp4":
             _fill(quantizer, tensor, output)
@@ -84,16 +82,16 @@ def nvfp4_group_quantize_with_amax(
 ) -> Any:
     """`group_quantize` to NVFP4 with amaxes that are known: fp32 [num_tensors] each; the result holds these very tensors."""
     require("nvfp4_group_quantize_with_amax")
-    shape = two_dimensions(tensor)
+    shape, sizes = two_dimensions(tensor), (first_dims, last_dims, tensor_offsets)
     check_amaxes("nvfp4_group_quantize_with_amax", quantizer, rowwise_amax, columnwise_amax, num_tensors)
-    out = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, (first_dims, last_dims, tensor_offsets))
+    out = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, sizes)
     if out.amax is not None:
         out.amax = rowwise_amax
     if out.columnwise_amax is not None:
         out.columnwise_amax = columnwise_amax
     nvfp4_reduced(quantizer, out.amax, out.columnwise_amax)
     if tensor.numel():
-        check_quantizable(quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
+        check_quantizable(quantizer, shape, num_tensors, sizes)
         _fill(quantizer, tensor, out, amaxes_known=True)
     return out
 
@@ -170,16 +168,14 @@ def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> No
     quantizer = tensor.quantizer
     if quantizer is None or kind_of(quantizer) != "mxfp8" or tensor._with_gemm_swizzled_scales:
         return
-    row = rowwise and tensor.scale_inv is not None and tensor.scale_inv.numel() > 0
-    column = columnwise and tensor.columnwise_scale_inv is not None and tensor.columnwise_scale_inv.numel() > 0
-    if not (row or column):
-        return
-    uniform = tensor.first_dims is None and tensor.last_dims is None
-    parts = members(tensor)
-    tensor.scale_inv = _in_tile_order(parts, "rowwise", tensor.scale_inv, uniform) if row else None
-    columns = tensor.columnwise_scale_inv
-    tensor.columnwise_scale_inv = _in_tile_order(parts, "columnwise", columns, uniform) if column else None
-    tensor._with_gemm_swizzled_scales = True
+    rows, columns = tensor.scale_inv, tensor.columnwise_scale_inv
+    row = rowwise and rows is not None and rows.numel() > 0
+    column = columnwise and columns is not None and columns.numel() > 0
+    if row or column:
+        uniform, parts = tensor.first_dims is None and tensor.last_dims is None, members(tensor)
+        tensor.scale_inv = _in_tile_order(parts, "rowwise", rows, uniform) if row else None
+        tensor.columnwise_scale_inv = _in_tile_order(parts, "columnwise", columns, uniform) if column else None
+        tensor._with_gemm_swizzled_scales = True
 
 
 def _in_tile_order(parts: Sequence[Group], name: str, scales: torch.Tensor, uniform: bool) -> torch.Tensor:
@@ -227,7 +223,9 @@ def group_requantize_inplace(
     grouped_swizzle_for_gemm(grouped_x, True, False)
     grouped_x.scale_inv = grouped_x.scale_inv.reshape(-1)
     if columnwise and values is not None:
-        usable = _usable(tensor_offsets, num_tensors)
+        usable = tensor_offsets
+        if usable is not None and (usable.dtype is not torch.int64 or usable.numel() != num_tensors + 1):
+            usable = None
         fused = _requantized_by_one_kernel(quantizer, otype, rows, first_dims, usable)
         # the one kernel leaves the quantizer as it is; the chain of kernels switches its row copy off
         columns_only = quantizer.copy() if fused else quantizer
@@ -240,14 +238,6 @@ def group_requantize_inplace(
         grouped_x.columnwise_data, grouped_x.columnwise_scale_inv = made.columnwise_data, made.columnwise_scale_inv
         grouped_x._with_gemm_swizzled_scales = grouped_x._with_gemm_swizzled_scales or fused
     return values if return_dequantized else None
-
-
-# --- one kernel or several-------------------------------------------------------------------------------------------------------------
-def _usable(offsets: torch.Tensor | None, num_tensors: int) -> torch.Tensor | None:
-    """The offsets if the fused kernel takes them."""
-    return (
-        offsets if offsets is not None and offsets.dtype is torch.int64 and offsets.numel() == num_tensors + 1 else None
-    )
 
 
 def _requantized_by_one_kernel(
@@ -270,12 +260,12 @@ def _fill(quantizer: Any, tensor: torch.Tensor, out: Any, *, amaxes_known: bool 
     source = tensor.detach()
     if is_one_tensor(out):
         whole = quantized(source, quantizer)
-        for copy, name in ((out.rowwise_data, "rowwise_data"), (out.columnwise_data, "columnwise_data")):
-            if copy is not None:
-                copy.copy_(getattr(whole, f"_{name}").reshape(-1))
-        for scales, name in ((out.scale_inv, "rowwise"), (out.columnwise_scale_inv, "columnwise")):
-            if scales is not None:
-                scales.copy_(getattr(whole, f"_{name}_scale_inv").reshape(-1))
+        for into, name in (
+            (out.rowwise_data, "rowwise_data"), (out.columnwise_data, "columnwise_data"),
+            (out.scale_inv, "rowwise_scale_inv"), (out.columnwise_scale_inv, "columnwise_scale_inv"),
+        ):  # fmt: skip
+            if into is not None:
+                into.copy_(getattr(whole, f"_{name}").reshape(-1))
         return
     groups = [(member, part(source, start, shape)) for member, start, shape in members(out)]
     kind = kind_of(quantizer)
@@ -296,7 +286,7 @@ def _fill(quantizer: Any, tensor: torch.Tensor, out: Any, *, amaxes_known: bool 
 
 def _fill_current(quantizer: Any, groups: Sequence[tuple[Any, torch.Tensor]], out: Any) -> None:
     peaks = [peaks_over(x).reshape(1) if x.numel() else torch.zeros(1) for _, x in groups]
-    out.amax.copy_(current_reduced(quantizer, torch.cat(peaks)))
+    out.amax.copy_(reduced(quantizer, torch.cat(peaks)))
     out.scale.copy_(current_scale(quantizer, out.amax))
     for (member, x), scale in zip(groups, out.scale, strict=True):
         if x.numel():

@@ -1,7 +1,5 @@
 """Imports Transformer Engine's Python on top of our kernel module, and removes both from `sys.modules` again."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata
@@ -42,16 +40,6 @@ def ours(name: str) -> bool:
     return name in (NAME, _PACKAGE) or name.startswith(f"{_PACKAGE}.")
 
 
-def refuse_foreign() -> None:
-    """Raises Refused if another Transformer Engine is already imported."""
-    found = sys.modules.get(_PACKAGE)
-    kernels = sys.modules.get(NAME)
-    if (found is not None or kernels is not None) and not getattr(kernels, "mpbridge", False):
-        raise Refused(
-            "Transformer Engine is already imported: enter mpbridge.transformer_engine_on_cpu() before anything imports transformer_engine or megatron"
-        )
-
-
 @contextmanager
 def environment() -> Iterator[None]:
     """The variables that Transformer Engine reads while it is imported; variables that are already set are kept."""
@@ -81,10 +69,9 @@ class _Metadata:
         self.folder = str(package.folder)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """None: the package is imported already."""
+        pass
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Transformer Engine's own distribution, if it is asked for."""
         name = getattr(context, "name", None)
         if name is None or name.replace("_", "-").lower() != "transformer-engine":
             return ()
@@ -95,7 +82,11 @@ class _Metadata:
 @contextmanager
 def loaded(package: Package) -> Iterator[types.ModuleType]:
     """Transformer Engine's package, importable in the block; afterwards `sys.modules` and `sys.path` are as they were."""
-    refuse_foreign()
+    kernels = sys.modules.get(NAME)
+    if (kernels is not None or _PACKAGE in sys.modules) and not getattr(kernels, "mpbridge", False):
+        raise Refused(
+            "Transformer Engine is already imported: enter mpbridge.transformer_engine_on_cpu() before anything imports transformer_engine or megatron"
+        )
     hidden = {name: module for name, module in sys.modules.items() if ours(name)}
     path, finder = list(sys.path), _Metadata(package)
     others = [name for name in _loaded if name != package.version]
@@ -114,7 +105,7 @@ def loaded(package: Package) -> Iterator[types.ModuleType]:
         else:
             forget_classes()
             _import(package)
-        forget_capabilities()
+        _forget_capabilities()
         yield sys.modules[_PACKAGE]
     finally:
         now = {name: module for name, module in sys.modules.items() if ours(name)}
@@ -158,27 +149,19 @@ def _import(package: Package) -> None:
 def _put_on_cpu() -> None:
     """Makes the CPU Transformer Engine's default device, in every module that imported the function by name."""
     for name, module in list(sys.modules.items()):
-        if ours(name) and callable(vars(module).get("canonicalize_device")):
+        if not ours(name):
+            continue
+        if callable(vars(module).get("canonicalize_device")):
             vars(module)["canonicalize_device"] = _device
-        if name.startswith(f"{_PACKAGE}.pytorch.tensor.storage."):
-            for value in list(vars(module).values()):
-                # from 2.20 on a copy that is not on "cuda" is moved there before it is read
-                if (
-                    isinstance(value, type)
-                    and value.__module__ == name
-                    and value.__name__.endswith("TensorStorage")
-                    and "to" not in vars(value)
-                ):
-                    value.to = _stay  # type: ignore[attr-defined]
-        if name.startswith(f"{_PACKAGE}.pytorch.module."):
-            for value in list(vars(module).values()):
-                if isinstance(value, type) and value.__module__ == name and "__init__" in vars(value):
-                    value.__init__ = _no_index(value.__init__)  # type: ignore[misc]
-
-    for name in (
-        f"{_PACKAGE}.pytorch",
-        f"{_PACKAGE}.pytorch.graph",
-    ):  # refused before it replaces the modules' __call__
+        own: Any = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == name]
+        for kind in own:
+            # from 2.20 on a copy that is not on "cuda" is moved there before it is read
+            storage = name.startswith(f"{_PACKAGE}.pytorch.tensor.storage.") and kind.__name__.endswith("TensorStorage")
+            if storage and "to" not in vars(kind):
+                kind.to = _stay
+            if name.startswith(f"{_PACKAGE}.pytorch.module.") and "__init__" in vars(kind):
+                kind.__init__ = _no_index(kind.__init__)
+    for name in (f"{_PACKAGE}.pytorch", f"{_PACKAGE}.pytorch.graph"):  # before it replaces the modules' __call__
         vars(sys.modules[name])["make_graphed_callables"] = refused_name(f"{_PACKAGE}.make_graphed_callables")
     grouped: Any = sys.modules.get(f"{_PACKAGE}.pytorch.module.grouped_linear")
     if hasattr(grouped, "is_module_grouped_tensor_path_supported"):
@@ -238,27 +221,18 @@ def _triton_module(name: str, functions: tuple[Any, ...]) -> types.ModuleType:
     def missing(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        full = f"{name}.{attribute}"
-        if full in sys.modules:
-            return sys.modules[full]
-        return refusal(attribute)
+        return sys.modules.get(f"{name}.{attribute}") or refusal(attribute)
 
     made.__getattr__ = missing  # type: ignore[method-assign]
     return made
 
 
-def forget_capabilities() -> None:
+def _forget_capabilities() -> None:
     """Clears what Transformer Engine has cached about the machine: another one may be played now."""
-    for name, module in list(sys.modules.items()):
-        if not ours(name):
-            continue
-        for value in list(vars(module).values()):
-            if isinstance(value, functools._lru_cache_wrapper) and value.__module__.startswith(_PACKAGE):
-                value.cache_clear()
-    quantization: Any = sys.modules.get(f"{_PACKAGE}.pytorch.quantization")
-    if quantization is None:
-        return
-    manager = quantization.FP8GlobalStateManager
+    for value in [one for name, module in list(sys.modules.items()) if ours(name) for one in vars(module).values()]:
+        if isinstance(value, functools._lru_cache_wrapper) and value.__module__.startswith(_PACKAGE):
+            value.cache_clear()
+    manager = sys.modules[f"{_PACKAGE}.pytorch.quantization"].FP8GlobalStateManager
     for attribute in list(vars(manager)):
         if attribute.endswith(("_available", "available")) and not callable(getattr(manager, attribute)):
             setattr(manager, attribute, None)

@@ -1,7 +1,5 @@
 """Our `transformer_engine_torch`: the table of kernels, the release's enumerations, and refusals for the rest; and Apex's `fused_weight_gradient_mlp_cuda`."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import types
@@ -42,19 +40,12 @@ def make_module(release: tuple[int, ...]) -> KernelModule:
         importlib.import_module(f"mpbridge.te_cpu.{subject}")
     made = KernelModule(NAME, "Transformer Engine's kernels on a CPU, by mpbridge.")
     for name, function in KERNELS.items():
-        place, _, last = name.rpartition(".")
-        setattr(_submodule(made, place) if place else made, last, opaque(function))
+        place, _, last = name.rpartition(".")  # the extension has submodules since 2.20
+        inside = vars(made).setdefault(place, KernelModule(f"{NAME}.{place}", made.__doc__)) if place else made
+        setattr(inside, last, opaque(function))
     for name, value in enumerations(release).items():
         setattr(made, name, value)
     return made
-
-
-def _submodule(made: KernelModule, name: str) -> KernelModule:
-    """The submodule of that name; the extension has some since 2.20."""
-    if name not in vars(made):
-        setattr(made, name, KernelModule(f"{NAME}.{name}", made.__doc__))
-    found: KernelModule = vars(made)[name]
-    return found
 
 
 def opaque(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,5 @@
 """Mixture of experts: permutation by indices, and padding of expert batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

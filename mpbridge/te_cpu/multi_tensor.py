@@ -1,7 +1,5 @@
 """Operations on lists of tensors: scaling, norms, scales from amaxes, FusedAdam and FusedSGD in every mode. The argument `chunk_size` has no effect on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
@@ -37,19 +35,12 @@ def multi_tensor_scale_tensor(
     multi_tensor_scale(chunk_size, is_infinite, tensor_lists, float(scale))
 
 
-def _norms(tensors: Sequence[torch.Tensor], factor: float, each: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    norms = (
-        torch.stack([(tensor.detach().float() * factor).norm() for tensor in tensors]) if tensors else torch.zeros(0)
-    )
-    return norms.norm().reshape(1), norms if each else torch.empty(0)
-
-
 @kernel
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor_python: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of all, norms of each or an empty tensor)."""
-    return _norms(tensor_lists[0], 1.0, per_tensor_python)
+    return multi_tensor_unscale_l2norm(chunk_size, noop_flag, tensor_lists, 1.0, per_tensor_python)
 
 
 @kernel
@@ -57,11 +48,13 @@ def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: torch.Tensor,
     tensor_lists: TensorLists,
-    inv_scale: torch.Tensor,
+    inv_scale: torch.Tensor | float,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `multi_tensor_l2norm`, for the tensors times `inv_scale`."""
-    return _norms(tensor_lists[0], float(inv_scale), per_tensor_python)
+    each = [(tensor.detach().float() * float(inv_scale)).norm() for tensor in tensor_lists[0]]
+    norms = torch.stack(each) if each else torch.zeros(0)
+    return norms.norm().reshape(1), norms if per_tensor_python else torch.empty(0)
 
 
 @kernel
@@ -138,14 +131,17 @@ def _adam(function: Callable[..., None]) -> Callable[..., None]:
     return kernel(call)
 
 
+def _plain(rule: Scalars, tensor_lists: TensorLists) -> None:
+    for grad, weight, m, v, *main in zip(*tensor_lists, strict=True):
+        new = _new(rule, grad, main[0] if main else weight, m, v)
+        for kept in (weight, *main):
+            kept.copy_(new)
+
+
 @_adam
 def multi_tensor_adam(rule: Scalars, tensor_lists: TensorLists) -> None:
     """Lists: gradients, weights, first and second moments, and main weights if there are any."""
-    for grad, weight, m, v, *main in zip(*tensor_lists, strict=True):
-        new = _new(rule, grad, main[0] if main else weight, m, v)
-        weight.copy_(new)
-        if main:
-            main[0].copy_(new)
+    _plain(rule, tensor_lists)
 
 
 @_adam
@@ -180,12 +176,9 @@ def multi_tensor_adam_capturable(
     """As `multi_tensor_adam` with learning rate, step and inverse loss scale in tensors; gradients are unscaled in place. A flag of 1 skips the step."""
     if noop_flag is not None and int(noop_flag.reshape(-1)[0]) == 1:
         return
-    for grad, weight, m, v, *main in zip(*tensor_lists, strict=True):
+    for grad in tensor_lists[0]:
         grad.copy_(grad.float() * inv_scale.float())
-        new = _new(rule, grad, main[0] if main else weight, m, v)
-        weight.copy_(new)
-        if main:
-            main[0].copy_(new)
+    _plain(rule, tensor_lists)
 
 
 KERNELS["multi_tensor_adam_capturable_master"] = KERNELS["multi_tensor_adam_capturable"]

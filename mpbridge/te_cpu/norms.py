@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm: statistics and gradients in FP32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -54,19 +52,10 @@ def layernorm_bwd(
     zero_centered_gamma: bool = False,
 ) -> list[torch.Tensor]:
     """[gradient of the input, of the weight, of the bias]."""
-    grad, source = dz.detach().float().reshape(x.shape), x.detach().float()
-    rows = (*x.shape[:-1], 1)
-    gain = _gain(gamma, zero_centered_gamma)
-    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-        grad,
-        source,
-        [x.shape[-1]],
-        mu.reshape(rows),
-        rsigma.reshape(rows),
-        gain,
-        torch.zeros_like(gain),
-        [True, True, True],
-    )
+    grad, source, gain = dz.detach().float().reshape(x.shape), x.detach().float(), _gain(gamma, zero_centered_gamma)
+    mean, inverse = (of.reshape(*x.shape[:-1], 1) for of in (mu, rsigma))
+    backward = torch.ops.aten.native_layer_norm_backward
+    dx, dw, db = backward(grad, source, [x.shape[-1]], mean, inverse, gain, torch.zeros_like(gain), [True] * 3)
     return [dx.to(x.dtype), dw.to(gamma.dtype), db.to(gamma.dtype)]
 
 

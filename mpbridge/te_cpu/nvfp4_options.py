@@ -20,7 +20,8 @@ _ROWS = "Row-scaled NVFP4 quantization"
 _SIX = "NVFP4 4over6 quantization"
 
 
-def _by_row(quantizer: Any) -> bool:
+def by_rows(quantizer: Any) -> bool:
+    """Whether an NVFP4 quantizer keeps an amax for each row."""
     return bool(getattr(quantizer, "row_scaled_nvfp4", False))
 
 
@@ -42,48 +43,25 @@ class _Rule:
 _RULES = (
     _Rule((2, 17), lambda q, x: _six(q) and q.with_rht, f"{_SIX} does not support RHT."),
     _Rule((2, 17), lambda q, x: _six(q) and q.stochastic_rounding, f"{_SIX} does not support stochastic rounding."),
-    _Rule((2, 16), lambda q, x: _by_row(q) and q.with_rht, f"{_ROWS} does not support RHT."),
-    _Rule((2, 16), lambda q, x: _by_row(q) and q.with_2d_quantization, f"{_ROWS} does not support 2D quantization."),
-    _Rule((2, 16), lambda q, x: _by_row(q) and q.stochastic_rounding, f"{_ROWS} does not support stochastic rounding."),
-    _Rule((2, 16), lambda q, x: _by_row(q) and q.with_amax_reduction, f"{_ROWS} does not support amax reduction."),
-    _Rule(
-        (2, 9), lambda q, x: q.with_rht and x.dtype is not torch.bfloat16, "RHT is only supported for bfloat16 input"
-    ),
+    _Rule((2, 16), lambda q, x: by_rows(q) and q.with_rht, f"{_ROWS} does not support RHT."),
+    _Rule((2, 16), lambda q, x: by_rows(q) and q.with_2d_quantization, f"{_ROWS} does not support 2D quantization."),
+    _Rule((2, 16), lambda q, x: by_rows(q) and q.stochastic_rounding, f"{_ROWS} does not support stochastic rounding."),
+    _Rule((2, 16), lambda q, x: by_rows(q) and q.with_amax_reduction, f"{_ROWS} does not support amax reduction."),
+    _Rule((2, 9), lambda q, x: q.with_rht and x.dtype is not torch.bfloat16, "RHT is only supported for bfloat16 input"),
     _Rule((2, 9), lambda q, x: q.with_rht and not q.with_post_rht_amax, "Pre-RHT amax is not supported yet", (2, 14)),
-    _Rule(
-        (2, 14),
-        lambda q, x: q.with_rht and not q.with_post_rht_amax,
-        "Pre-RHT amax is not supported yet. Use with_post_rht_amax=true instead.",
-    ),
-    _Rule(
-        (2, 17),
-        lambda q, x: not _six(q) and q.nvfp4_e4m3_max != 448,
-        "Non-4over6 NVFP4 quantization requires E4M3 max 448.",
-    ),
-    _Rule(
-        (2, 19),
-        lambda q, x: _by_row(q) and q.columnwise_usage and _six(q),
-        "Row-scaled NVFP4 transpose quantization is not supported with 4over6 mode. The 4over6 kernel does not consume the "
-        "per-row/per-column amaxes, so the columnwise output would be incorrect.",
-    ),
-    _Rule(
-        (2, 19),
-        lambda q, x: _by_row(q) and q.columnwise_usage and not _in_tiles_of_32(x),
-        "Row-scaled NVFP4 transpose quantization requires BF16 input and dimensions that are multiples of 32.",
-    ),
-    _Rule(
-        (2, 17),
-        lambda q, x: _six(q) and q.with_2d_quantization and not q.rowwise_usage,
-        f"{_SIX.replace('quantization', '2D quantization')} requires rowwise output.",
-    ),
+    _Rule((2, 14), lambda q, x: q.with_rht and not q.with_post_rht_amax, "Pre-RHT amax is not supported yet. Use with_post_rht_amax=true instead."),
+    _Rule((2, 17), lambda q, x: not _six(q) and q.nvfp4_e4m3_max != 448, "Non-4over6 NVFP4 quantization requires E4M3 max 448."),
+    _Rule((2, 19), lambda q, x: by_rows(q) and q.columnwise_usage and _six(q),
+          "Row-scaled NVFP4 transpose quantization is not supported with 4over6 mode. The 4over6 kernel does not consume the "
+          "per-row/per-column amaxes, so the columnwise output would be incorrect."),
+    _Rule((2, 19), lambda q, x: by_rows(q) and q.columnwise_usage and not _in_tiles_of_32(x),
+          "Row-scaled NVFP4 transpose quantization requires BF16 input and dimensions that are multiples of 32."),
+    _Rule((2, 17), lambda q, x: _six(q) and q.with_2d_quantization and not q.rowwise_usage,
+          f"{_SIX.replace('quantization', '2D quantization')} requires rowwise output."),
     # the transform's column copy is made by a row-wise cast
-    _Rule(
-        (2, 9),
-        lambda q, x: q.with_2d_quantization and not q.rowwise_usage and not q.with_rht,
-        "2D block quantization is only supported when return_identity is true.",
-        (2, 17),
-    ),
-)
+    _Rule((2, 9), lambda q, x: q.with_2d_quantization and not q.rowwise_usage and not q.with_rht,
+          "2D block quantization is only supported when return_identity is true.", (2, 17)),
+)  # fmt: skip
 
 
 def _in_tiles_of_32(x: torch.Tensor) -> bool:
@@ -101,7 +79,7 @@ def check(quantizer: Any, x: torch.Tensor) -> None:
 
 def check_usages(quantizer: Any) -> None:
     """Raises RuntimeError for copies that a row-scaled tensor cannot have."""
-    if not _by_row(quantizer):
+    if not by_rows(quantizer):
         return
     if not quantizer.rowwise_usage:
         raise RuntimeError(f"{_ROWS} requires rowwise usage.")
@@ -111,7 +89,7 @@ def check_usages(quantizer: Any) -> None:
 
 def cast_together(quantizers: Sequence[Any], parts: Sequence[torch.Tensor]) -> bool:
     """Whether kernels cast all parts at once: those before release 2.14 are tried on any that share a buffer without gaps."""
-    if any(map(_by_row, quantizers)):
+    if any(map(by_rows, quantizers)):
         return False
     if now().release >= (2, 14):
         return parts[0].shape[-1] % 128 == 0
@@ -195,15 +173,13 @@ class FourOverSix:
         """
         rows, columns = x.shape
         if square:  # the lines of a block are on the last axis
-            view = x.t().reshape(columns // 16, 16, rows)
+            blocks, peaks = x.t().reshape(columns // 16, 16, rows), peak.t().unsqueeze(1)
             overall = amax.float().reshape(())
-            found = four_over_six(view, peak.t().unsqueeze(1), overall, self.bound, self.squared, True, fast=self.fast)
-            multiplier, scale = (part.expand(columns // 16, 1, rows).squeeze(1).t() for part in found)
-            return multiplier, scale
-        lines = amax.float().reshape(-1, 1)
-        if lines.shape[0] > 1:
-            lines = lines.repeat_interleave(columns // 16, 0)
-        blocks, peaks = x.reshape(-1, 16), peak.reshape(-1, 1)
-        found = four_over_six(blocks, peaks, lines, self.bound, self.squared, False, fast=self.fast)
-        multiplier, scale = (part.reshape(rows, columns // 16) for part in found)
+        else:
+            blocks, peaks, overall = x.reshape(-1, 16), peak.reshape(-1, 1), amax.float().reshape(-1, 1)
+            overall = overall.repeat_interleave(columns // 16, 0) if len(overall) > 1 else overall
+        found = four_over_six(blocks, peaks, overall, self.bound, self.squared, square, fast=self.fast)
+        multiplier, scale = (
+            part.expand(peaks.shape).squeeze(1).t() if square else part.reshape(peak.shape) for part in found
+        )
         return multiplier, scale

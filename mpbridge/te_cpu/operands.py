@@ -3,8 +3,6 @@
 Source: `CanonicalizeGemmInput` in Transformer Engine's common/gemm/cublaslt_gemm.cu.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -82,15 +80,11 @@ def _per_tensor(tensor: Any, name: str, column: bool) -> Operand:
     data = tensor._data
     transpose: Any = None if getattr(tensor, "_transpose_invalid", True) else tensor._transpose
     number, factor = number_format(tensor._fp8_dtype), tensor._scale_inv.reshape(-1)[0]
-    if now().any_layout:
-        if data is None and transpose is None:
-            raise RuntimeError(f"Input {name} is missing column-wise usage")
-    elif column:
-        if transpose is None:
-            raise RuntimeError(f"Input {name} is missing column-wise usage")
-        data = None
-    elif data is None:
-        raise RuntimeError(f"Input {name} is missing row-wise usage")
+    if not now().any_layout:
+        data, transpose = (None, transpose) if column else (data, None)
+    if data is None and transpose is None:
+        side = "column" if column or now().any_layout else "row"
+        raise RuntimeError(f"Input {name} is missing {side}-wise usage")
     if data is None:
         turned = transpose.reshape(transpose.shape[0], -1) if transpose.dim() else transpose.reshape(1, 1)
         return Operand(decode_fp8(turned, number, torch.bfloat16).t(), factor)
@@ -105,15 +99,13 @@ def _mxfp8(tensor: Any, column: bool) -> Operand:
     data = tensor._columnwise_data if column else tensor._rowwise_data
     data = data.reshape(rows_of(data.shape), data.shape[-1])
     rows, columns = data.shape
-    _, factor = mxfp8_factors(mxfp8_scales(tensor, rows, columns, column=column).to(torch.int32), now().rules)
-    view = (rows // 32, 32, columns) if column else (rows, columns // 32, 32)
-    values = decode_fp8(data, number, torch.bfloat16).view(view) * factor.unsqueeze(1 if column else -1).to(
-        torch.bfloat16
-    )
-    return Operand(values.view(rows, columns))
+    _, factor = mxfp8_factors(_mxfp8_scales(tensor, rows, columns, column=column).to(torch.int32), now().rules)
+    blocks = (rows // 32, 32, columns) if column else (rows, columns // 32, 32)
+    wide = factor.unsqueeze(1 if column else -1).to(torch.bfloat16)
+    return Operand((decode_fp8(data, number, torch.bfloat16).view(blocks) * wide).view(rows, columns))
 
 
-def mxfp8_scales(tensor: Any, rows: int, columns: int, *, column: bool) -> torch.Tensor:
+def _mxfp8_scales(tensor: Any, rows: int, columns: int, *, column: bool) -> torch.Tensor:
     """The exponent bytes of an MXFP8 copy's blocks, in row-major order and without padding."""
     scales: torch.Tensor = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
     if getattr(tensor, "_with_gemm_swizzled_scales", False):
@@ -132,21 +124,16 @@ def _block(tensor: Any, column: bool) -> Operand:
     data = data if data.dim() else data.reshape(1, 1)
     flat = data.reshape(-1, data.shape[-1]) if not column or compact else data.reshape(data.shape[0], -1)
     scales = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
-    if column and not compact:  # data [columns, rows]: scaled in that shape, used as its transpose
-        columns, rows = flat.shape
-        if tensor._is_2D_scaled:
-            factor = scales[:, : -(-rows // 128)].repeat_interleave(128, 0)[:columns]
-        else:
-            factor = scales[:, :columns].t()
-        return Operand(_scaled(flat, factor, number).t())
-    rows, columns = flat.shape
-    if column:  # compact: row-major data, blocks down the columns
-        return Operand(_scaled(flat.t().contiguous(), scales[:, :columns].t(), number).t())
+    if column and compact:  # row-major data, blocks down the columns
+        flat = flat.t().contiguous()
+    # a column copy is [columns, rows]: scaled in that shape, used as its transpose
+    lines, along = flat.shape
     if tensor._is_2D_scaled:
-        factor = scales[:, : -(-columns // 128)].repeat_interleave(128, 0)[:rows]
+        factor = scales[:, : -(-along // 128)].repeat_interleave(128, 0)[:lines]
     else:
-        factor = scales if compact else scales[:, :rows].t()
-    return Operand(_scaled(flat, factor, number))
+        factor = scales if compact and not column else scales[:, :lines].t()
+    values = _scaled(flat, factor, number)
+    return Operand(values.t() if column else values)
 
 
 def _scaled(codes: torch.Tensor, factor: torch.Tensor, number: Any) -> torch.Tensor:
@@ -175,9 +162,8 @@ def _nvfp4(tensor: Any, column: bool) -> Operand:
     if getattr(tensor, "_with_gemm_swizzled_scales", False):
         scales = unswizzled(scales.reshape(up(rows, 128), up(columns // 16, 4)))
     factor = decode_fp8(scales[:rows, : columns // 16].contiguous(), E4M3, torch.bfloat16)
-    values = (decode_e2m1(flat, torch.bfloat16).view(rows, columns // 16, 16) * factor.unsqueeze(-1)).view(
-        rows, columns
-    )
+    blocks = decode_e2m1(flat, torch.bfloat16).view(rows, columns // 16, 16)
+    values = (blocks * factor.unsqueeze(-1)).view(rows, columns)
     largest = E2M1.largest * float(getattr(tensor, "_nvfp4_e4m3_max", 448))
     if amax.numel() > 1:  # one factor per row
         values = values.float() * (amax.float().reshape(-1, 1) / largest)
@@ -216,7 +202,7 @@ def _of_blocks(operand: Any, stored: torch.Tensor, *, column: bool) -> torch.Ten
     shape = rows_and_columns(operand, column=column)
     rows, columns = rows_of(shape), shape[-1]
     if kind == "mxfp8":
-        return mxfp8_scales(operand, rows, columns, column=column)
+        return _mxfp8_scales(operand, rows, columns, column=column)
     if operand._is_2D_scaled:
         high, wide = -(-rows // 128), -(-columns // 128)
         return stored[:wide, :high] if column else stored[:high, :wide]

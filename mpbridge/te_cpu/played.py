@@ -1,9 +1,8 @@
 """What is being played, the machine and the release whose rules apply; and the table of kernels, which plays `transformer_engine_torch`."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
@@ -14,15 +13,18 @@ from mpbridge.common.errors import Refused
 from mpbridge.common.machines import Arch, Machine
 from mpbridge.numerics.scales import Rules, rules_for
 
-LibraryRelease = tuple[int, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """A machine and a Transformer Engine release."""
 
     machine: Machine
-    release: LibraryRelease
+    release: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """The release, as '2.20.2'."""
+        return ".".join(map(str, self.release))
 
     @property
     def capability(self) -> Arch:
@@ -59,14 +61,14 @@ def now() -> Played:
     return _now[-1]
 
 
-def enter(played: Played) -> None:
-    """Starts playing."""
-    _now.append(played)
-
-
-def leave() -> None:
-    """Leaves what was entered last."""
-    _now.pop()
+@contextmanager
+def playing(machine: Machine, release: tuple[int, ...]) -> Iterator[Played]:
+    """In the block, this machine and release are played."""
+    _now.append(Played(machine=machine, release=release))
+    try:
+        yield _now[-1]
+    finally:
+        _now.pop()
 
 
 # --- every function of `transformer_engine_torch` implemented here, by the name that Transformer Engine calls ---------------------------------
@@ -78,9 +80,8 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 def kernel(function: KernelFunction) -> KernelFunction:
     """Registers a function under its own name; lists of tensors are checked as the extension's binding checks them."""
-    KERNELS[function.__name__] = (
-        _lists_checked(function) if "tensor_lists" in signature(function).parameters else function
-    )
+    listed = "tensor_lists" in signature(function).parameters
+    KERNELS[function.__name__] = _lists_checked(function) if listed else function
     return function
 
 

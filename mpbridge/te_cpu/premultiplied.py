@@ -5,8 +5,6 @@ divided afterwards, toward zero). Source: NCCL 2.27, hostToDevRedOp in src/enque
 too, in NCCL (__hadd2 on an Ampere or later) as in gloo, and both pass it around a ring.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,57 +43,40 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
                 yield owner, name, _reduction(name, getattr(owner, name))
 
 
-def _factor(op: Any, tensor: torch.Tensor, group: Any) -> Any:
-    """What each rank multiplies by: for an average, 1/ranks in the tensor's dtype."""
-    if isinstance(op, PremultipliedSum):
-        return op.factor
-    return torch.tensor(1.0 / dist.get_world_size(group), dtype=tensor.dtype)
-
-
 def _reduction(name: str, original: Any) -> Any:
     """A reduction that also takes a premultiplied sum or an average."""
+    result, source = _REDUCTIONS[name][0], _REDUCTIONS[name][1 if "reduce_scatter" in name else 0]
 
     @functools.wraps(original)
     def reduce(*args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(_REDUCTIONS[name], args, strict=False)) | kwargs
-        op, group = named.get("op"), named.get("group")
+        named: dict[str, Any] = dict(zip(_REDUCTIONS[name], args, strict=False)) | kwargs
+        op, group, sent = named.get("op"), named.get("group"), named[source]
         if not (isinstance(op, PremultipliedSum) or op == dist.ReduceOp.AVG) or dist.get_backend(group) != "gloo":
             return original(*args, **kwargs)
         named["op"] = dist.ReduceOp.SUM
-        sent = named[_REDUCTIONS[name][0] if "reduce_scatter" not in name else _REDUCTIONS[name][1]]
-        first = sent[0] if isinstance(sent, (list, tuple)) else sent
-        if op == dist.ReduceOp.AVG and not first.is_floating_point():
-            return _divided(original, named, name, dist.get_world_size(group))
-        factor = _factor(op, first, group)
-        if "reduce_scatter" not in name:
-            # a rank that only sends keeps its tensor
-            if name == "reduce" and dist.get_rank() != named.get("dst", named.get("group_dst")):
-                named["tensor"] = sent * factor
-            else:
-                sent.mul_(factor)
+        first, ranks = sent[0] if isinstance(sent, (list, tuple)) else sent, dist.get_world_size(group)
+        if op == dist.ReduceOp.AVG and not first.is_floating_point():  # NCCL divides the sum
+            waits = named.pop("async_op", False)
+            original(**named)
+            named[result].copy_(torch.div(named[result], ranks, rounding_mode="trunc"))
+            return _Done() if waits else None
+        # an average is multiplied by 1/ranks in the tensor's dtype
+        factor = op.factor if isinstance(op, PremultipliedSum) else torch.tensor(1.0 / ranks, dtype=first.dtype)
+        # a rank that only sends keeps its tensor
+        sends = name == "reduce" and dist.get_rank() != named.get("dst", named.get("group_dst"))
+        if source == result and not sends:
+            sent.mul_(factor)
         else:
-            named[_REDUCTIONS[name][1]] = [one * factor for one in sent] if sent is not first else sent * factor
+            named[source] = [one * factor for one in sent] if sent is not first else sent * factor
         return original(**named)
 
     return reduce
-
-
-def _divided(original: Any, named: dict[str, Any], name: str, ranks: int) -> Any:
-    """An average of integers: NCCL divides the sum."""
-    waits = named.pop("async_op", False)
-    original(**named)
-    result = named[_REDUCTIONS[name][0]]
-    result.copy_(torch.div(result, ranks, rounding_mode="trunc"))
-    return _Done() if waits else None
 
 
 class _Done:
     """The handle of a collective that has ended."""
 
     def wait(self, *timeout: Any) -> bool:
-        """True at once."""
         return True
 
-    def is_completed(self) -> bool:
-        """True."""
-        return True
+    is_completed = wait

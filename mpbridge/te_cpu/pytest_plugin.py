@@ -4,8 +4,6 @@ When loaded with -p, it takes effect before conftest files and test modules are 
 changed, set PYTEST_ADDOPTS="-p mpbridge.te_cpu.pytest_plugin --played h100"; MPBRIDGE_PLAYED and MPBRIDGE_TE are the options' defaults.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from contextlib import ExitStack
@@ -14,6 +12,9 @@ from typing import Any
 import pytest
 
 from mpbridge.common.errors import MpbridgeError
+from mpbridge.te_cpu.context import transformer_engine_on_cpu
+from mpbridge.te_cpu.foreign import foreign_code
+from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.ranks import GRACE, Merged, Ranks
 
 _STACK = ExitStack()
@@ -23,40 +24,18 @@ atexit.register(_STACK.close)  # after a conftest that fails, pytest unconfigure
 def pytest_addoption(parser: Any) -> None:
     """--played and --te."""
     group = parser.getgroup("mpbridge", "Transformer Engine on a CPU")
-    group.addoption(
-        "--played",
-        metavar="GPU",
-        default=os.environ.get("MPBRIDGE_PLAYED", "h100"),
-        help="the machine to play (default: h100)",
-    )
-    group.addoption(
-        "--te",
-        metavar="X.Y",
-        default=os.environ.get("MPBRIDGE_TE"),
-        help="the Transformer Engine release (default: the installed one)",
-    )
-    group.addoption(
-        "--ranks",
-        type=int,
-        metavar="N",
-        default=1,
-        help="run every test on N ranks of a world that is started here (gloo for NCCL); without it, one process, or the world of a launcher",
-    )
-    group.addoption(
-        "--ranks-grace",
-        type=float,
-        metavar="S",
-        default=GRACE,
-        help="seconds that the other ranks have after one has failed; then their world is ended and named in the report (default: %(default)s)",
-    )
+    for name, metavar, kind, default, words in (
+        ("played", "GPU", str, os.environ.get("MPBRIDGE_PLAYED", "h100"), "the machine to play (default: h100)"),
+        ("te", "X.Y", str, os.environ.get("MPBRIDGE_TE"), "the Transformer Engine release (default: the installed one)"),
+        ("ranks", "N", int, 1, "run every test on N ranks of a world that is started here (gloo for NCCL); without it, one process, or the world of a launcher"),
+        ("ranks-grace", "S", float, GRACE, "seconds that the other ranks have after one has failed; then their world is ended and named in the report (default: %(default)s)"),
+    ):  # fmt: skip
+        group.addoption(f"--{name}", metavar=metavar, type=kind, default=default, help=words)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: Any) -> None:
     """Enters the context before any test module is imported."""
-    from mpbridge.te_cpu.context import transformer_engine_on_cpu
-    from mpbridge.te_cpu.foreign import foreign_code
-
     options = early_config.known_args_namespace
     try:
         _STACK.enter_context(transformer_engine_on_cpu(options.played, te=options.te))
@@ -86,14 +65,9 @@ class _World:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: Any) -> bool:
         """Hands the ranks' reports to the reporters of this run."""
-        option = self.config.option
-        arguments = [*map(str, self.config.invocation_params.args)]
-        from mpbridge.te_cpu.played import now
-
-        played = now()
-        release = ".".join(map(str, played.release))
-        with Ranks(option.ranks, played.machine.name, release, grace=option.ranks_grace) as ranks:
-            for merged in ranks.run(arguments):
+        option, played = self.config.option, now()
+        with Ranks(option.ranks, played.machine.name, played.text, grace=option.ranks_grace) as ranks:
+            for merged in ranks.run([*map(str, self.config.invocation_params.args)]):
                 session.testscollected += 1
                 session.testsfailed += merged.outcome == "failed"
                 self._report(merged)
@@ -118,12 +92,7 @@ class _World:
 
 def pytest_report_header() -> str:
     """One line with the played machine and release."""
-    from mpbridge.te_cpu.played import now
-
-    played = now()
-    return (
-        f"mpbridge: Transformer Engine {'.'.join(map(str, played.release))} on the CPU, playing {played.machine.label}"
-    )
+    return f"mpbridge: Transformer Engine {now().text} on the CPU, playing {now().machine.label}"
 
 
 @pytest.hookimpl(trylast=True)

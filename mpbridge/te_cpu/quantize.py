@@ -1,7 +1,5 @@
 """Entry points that quantize and dequantize."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,10 +25,7 @@ def plain(tensor: Any) -> torch.Tensor:
 def quantized(tensor: torch.Tensor, quantizer: Any, out: Any = None) -> Any:
     """`tensor` as stored by the quantizer, unchanged without one. Custom quantizers do this themselves."""
     if quantizer is None:
-        if out is not None:
-            out.copy_(tensor.reshape(out.shape))
-            return out
-        return tensor
+        return tensor if out is None else out.copy_(tensor.reshape(out.shape))
     if getattr(quantizer, "custom", False):
         return quantizer.quantize(tensor) if out is None else quantizer.update_quantized(tensor, out)
     with torch.no_grad():
@@ -102,15 +97,10 @@ def split_quantize(
     """Parts of the first dimension, each quantized by its own quantizer."""
     sizes = [int(size) for size in split_sections]
     parts = [part.contiguous() for part in torch.split(tensor.detach(), sizes)]
-    together = parts and not disable_bulk_allocation and all(map(_is_nvfp4, quantizer_list))
-    if not together:
-        return [quantized(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
-    return _split_nvfp4(tensor.detach(), parts, quantizer_list)
-
-
-def _is_nvfp4(quantizer: Any) -> bool:
-    known = quantizer is not None and not getattr(quantizer, "custom", False)
-    return known and kind_of(quantizer) == "nvfp4"
+    known = all(one is not None and not getattr(one, "custom", False) for one in quantizer_list)
+    if parts and not disable_bulk_allocation and known and all(kind_of(one) == "nvfp4" for one in quantizer_list):
+        return _split_nvfp4(tensor.detach(), parts, quantizer_list)
+    return [quantized(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
 
 
 def _split_nvfp4(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizers: Sequence[Any]) -> list[Any]:

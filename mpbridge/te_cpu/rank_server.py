@@ -3,8 +3,6 @@
 `python -m mpbridge.te_cpu.rank_server SETTINGS` reads a line of JSON for each world, and writes each rank's exit status into the world's folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

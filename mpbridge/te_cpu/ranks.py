@@ -165,11 +165,8 @@ class Ranks:
         # a variable that a launcher has set is not this world's
         gone = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         self._environment = {name: value for name, value in os.environ.items() if name not in gone}
-        self._environment |= {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PYTHONPATH": os.pathsep.join(path),
-        }
-        self._environment["MPBRIDGE_RANK"] = "1"
+        self._environment.setdefault("OMP_NUM_THREADS", "1")
+        self._environment |= {"PYTHONPATH": os.pathsep.join(path), "MPBRIDGE_RANK": "1"}
 
     def __enter__(self) -> Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="mpbridge-ranks-", ignore_cleanup_errors=True)

@@ -1,7 +1,5 @@
 """What a played GPU refuses and why: names of torch.cuda and torch.accelerator, functions of the extension without a kernel; and the extension's answers about the hardware."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -9,7 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.played import KERNELS, kernel, now
@@ -102,7 +100,7 @@ def caller() -> str:
 def refusal(name: str) -> Callable[..., Any]:
     """A function that raises Refused with the name, the reason and the place of the call."""
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         reason = reason_of(name)
         if reason is None:
             raise Refused(
@@ -117,7 +115,7 @@ def refusal(name: str) -> Callable[..., Any]:
 def refused_name(name: str, reason: str = GRAPHS) -> Callable[..., Any]:
     """A function that raises Refused with the full name that it stands for, the reason and the place of the call."""
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         graph: Any = sys.modules.get("transformer_engine.pytorch.graph")
         if graph is not None and reason is GRAPHS:
             graph.set_capture_end()  # it began before it made the graph, and its modules compute in another way while one is recorded

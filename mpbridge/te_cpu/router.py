@@ -1,7 +1,5 @@
 """The router's fused functions: scores, the experts of each token, and load balancing by a loss or by quantiles."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -21,11 +19,19 @@ def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
     }[function](logits)  # type: ignore[no-untyped-call]
 
 
-def _slope(value: torch.Tensor, function: str) -> torch.Tensor:
-    """Derivative of an elementwise score from its stored value: for the sigmoid, or for sqrt(softplus), which stores the logit."""
-    if function == "sigmoid":
-        return value * (1 - value)
-    return torch.sigmoid(value) / (2 * torch.nn.functional.softplus(value).sqrt())
+def _behind(
+    stored: torch.Tensor, grad: torch.Tensor, function: str, divided: bool, routed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Gradient of the logits of elementwise scores, from what is stored: the sigmoid itself, or the logit of sqrt(softplus).
+
+    divided: the scores were divided by their sum, over those that are `routed` (None: over all).
+    """
+    score = stored if function == "sigmoid" else torch.nn.functional.softplus(stored).sqrt()
+    if divided:
+        total = (score if routed is None else torch.where(routed, score, 0.0)).sum(-1, keepdim=True) + _EPSILON
+        grad = grad / total - (grad * score).sum(-1, keepdim=True) / total.square()
+        grad = grad if routed is None else torch.where(routed, grad, 0.0)
+    return grad * (stored * (1 - stored) if function == "sigmoid" else torch.sigmoid(stored) / (2 * score))
 
 
 def _in_bits(routing: torch.Tensor) -> torch.Tensor:
@@ -180,11 +186,7 @@ def _topk_backward(
         prob = stored if use_pre_softmax else torch.where(routed, stored, 0.0)
         found = prob * (grad - (grad * prob).sum(-1, keepdim=True))
     else:
-        score = torch.nn.functional.softplus(stored).sqrt() if score_function == "sqrtsoftplus" else stored
-        if topk > 1:
-            total = torch.where(routed, score, 0.0).sum(-1, keepdim=True) + _EPSILON
-            grad = torch.where(routed, grad / total - (grad * score).sum(-1, keepdim=True) / total.square(), 0.0)
-        found = grad * _slope(stored, score_function)
+        found = _behind(stored, grad, score_function, topk > 1, routed)
     found = found.to(grad_probs.dtype).view(grad_probs.shape)
     if grad_logits is not None:
         grad_logits.copy_(found.view(grad_logits.shape))
@@ -231,11 +233,7 @@ def _score_backward(
     if score_function == "softmax":
         found = stored * (grad - (grad * stored).sum(-1, keepdim=True))
     else:
-        score = torch.nn.functional.softplus(stored).sqrt() if score_function == "sqrtsoftplus" else stored
-        if topk > 1 or not _stores_in_logits_dtype():
-            total = score.sum(-1, keepdim=True) + _EPSILON
-            grad = grad / total - (grad * score).sum(-1, keepdim=True) / total.square()
-        found = grad * _slope(stored, score_function)
+        found = _behind(stored, grad, score_function, topk > 1 or not _stores_in_logits_dtype())
     if grad_logits is not None:
         grad_logits.copy_(found.to(grad_logits.dtype).view(grad_logits.shape))
     return found.to(grad_scores.dtype)

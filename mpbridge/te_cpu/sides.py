@@ -4,8 +4,6 @@ A tensor that `.cpu()`, `.to("cpu")` or pinning made is marked in its storage, a
 `torch.device` says nothing, since that of every tensor here is the CPU's.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -49,18 +47,8 @@ def _to_device(made: Any) -> Any:
     return made.clone(memory_format=torch.contiguous_format) if overlaps else made
 
 
-def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _to_host(self, original(self, *args, **kwargs))
-
-    return cpu
-
-
 def _cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    def cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _to_device(original(self, *args, **kwargs))
-
-    return cuda
+    return lambda self, *args, **kwargs: _to_device(original(self, *args, **kwargs))
 
 
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,5 +104,6 @@ def with_copies(patches: Iterable[Patch]) -> Iterator[Patch]:
     for owner, name, new in patches:
         move = moves.get((owner, name))
         yield owner, name, new if move is None else move(new)
-    yield torch.Tensor, "cpu", _cpu(torch.Tensor.cpu)
+    cpu = torch.Tensor.cpu
+    yield torch.Tensor, "cpu", lambda tensor, *args, **kwargs: _to_host(tensor, cpu(tensor, *args, **kwargs))
     yield torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type != "meta" and not on_host(tensor))

@@ -1,7 +1,5 @@
 """Delayed scaling's update, the casts of a distributed optimizer's slices of weights, and NVFP4's column copies made from row copies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

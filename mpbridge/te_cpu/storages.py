@@ -4,8 +4,6 @@ Source: `create_tensor`, `convert_and_update_tensor` and `get_scale_shape` of Tr
 scales is zero here; the real buffers are not initialised there.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -17,31 +15,22 @@ import torch
 
 from mpbridge.backend.devices import redirect
 from mpbridge.common.errors import Refused
-from mpbridge.te_cpu.nvfp4_options import check_usages
+from mpbridge.te_cpu.nvfp4_options import by_rows, check_usages
 from mpbridge.te_cpu.played import now
 
 QuantizerKind = Literal["delayed", "current", "mxfp8", "block", "nvfp4"]
-_QUANTIZERS: Mapping[str, QuantizerKind] = {
-    "Float8Quantizer": "delayed",
-    "Float8CurrentScalingQuantizer": "current",
-    "MXFP8Quantizer": "mxfp8",
-    "Float8BlockQuantizer": "block",
-    "NVFP4Quantizer": "nvfp4",
-}
-_STORAGES: Mapping[str, QuantizerKind] = {
-    "Float8TensorStorage": "delayed",
-    "MXFP8TensorStorage": "mxfp8",
-    "Float8BlockwiseQTensorStorage": "block",
-    "NVFP4TensorStorage": "nvfp4",
-}
-_CLASSES: Mapping[QuantizerKind, tuple[str, str, str]] = {
-    # module under transformer_engine.pytorch.tensor, tensor class, storage class
-    "delayed": ("float8_tensor", "Float8Tensor", "Float8TensorStorage"),
-    "current": ("float8_tensor", "Float8Tensor", "Float8TensorStorage"),
-    "mxfp8": ("mxfp8_tensor", "MXFP8Tensor", "MXFP8TensorStorage"),
-    "block": ("float8_blockwise_tensor", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"),
-    "nvfp4": ("nvfp4_tensor", "NVFP4Tensor", "NVFP4TensorStorage"),
-}
+Shape = tuple[int, ...]
+Copy = tuple[str, Shape, tuple[int, int], int]
+_CLASSES: Mapping[QuantizerKind, tuple[str, str, str, str]] = {
+    # quantizer, module under transformer_engine.pytorch.tensor, tensor class, storage class
+    "delayed": ("Float8Quantizer", "float8_tensor", "Float8Tensor", "Float8TensorStorage"),
+    "current": ("Float8CurrentScalingQuantizer", "float8_tensor", "Float8Tensor", "Float8TensorStorage"),
+    "mxfp8": ("MXFP8Quantizer", "mxfp8_tensor", "MXFP8Tensor", "MXFP8TensorStorage"),
+    "block": ("Float8BlockQuantizer", "float8_blockwise_tensor", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"),
+    "nvfp4": ("NVFP4Quantizer", "nvfp4_tensor", "NVFP4Tensor", "NVFP4TensorStorage"),
+}  # fmt: skip
+_QUANTIZERS = {quantizer: kind for kind, (quantizer, *_) in _CLASSES.items()}
+_STORAGES = {storage: kind for kind, (*_, storage) in _CLASSES.items() if kind != "current"}
 
 
 @functools.cache
@@ -50,13 +39,9 @@ def _kind_of_class(cls: Any, table: str) -> QuantizerKind | None:
     return next((known[base.__name__] for base in cls.__mro__ if base.__name__ in known), None)
 
 
-def _class(thing: Any) -> Any:
-    return type(thing)
-
-
 def kind_of(quantizer: Any) -> QuantizerKind:
     """The kind of compiled quantizer that an object is; raises Refused for a class that the extension does not know."""
-    kind = _kind_of_class(_class(quantizer), "quantizer")
+    kind = _kind_of_class(type(quantizer), "quantizer")  # type: ignore[arg-type]
     if kind is None:
         raise Refused(
             f"transformer_engine_torch has no quantizer for {type(quantizer).__name__} (expected one of {', '.join(_QUANTIZERS)})"
@@ -66,7 +51,7 @@ def kind_of(quantizer: Any) -> QuantizerKind:
 
 def storage_kind(tensor: Any) -> QuantizerKind | None:
     """Kind of a quantized tensor or storage; None for a plain tensor. Both per-tensor scalings are 'delayed': they share a class."""
-    return _kind_of_class(_class(tensor), "storage")
+    return _kind_of_class(type(tensor), "storage")  # type: ignore[arg-type]
 
 
 def rows_of(shape: Sequence[int]) -> int:
@@ -87,7 +72,7 @@ def is_compact(quantizer: Any) -> bool:
 @functools.cache
 def _classes(kind: QuantizerKind) -> tuple[type, type, frozenset[str], frozenset[str]]:
     """(tensor class, storage class, arguments of each)."""
-    module, tensor, storage = _CLASSES[kind]
+    _, module, tensor, storage = _CLASSES[kind]
     package = "transformer_engine.pytorch.tensor"
     full = getattr(importlib.import_module(f"{package}.{module}"), tensor)
     bare = getattr(importlib.import_module(f"{package}.storage.{module}_storage"), storage)
@@ -154,46 +139,67 @@ def empty_quantized(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, de
     kind = kind_of(quantizer)
     shape = tuple(int(size) for size in shape)
     place = redirect.CPU if device is None or "cuda" in str(device) else torch.device(device)
-    make = _per_tensor if kind in ("delayed", "current") else _BUFFERS[kind]
-    values = make(quantizer, shape, place)
-    return _made(kind, quantizer, shape, dtype, place, values)
+    make = _per_tensor if kind in ("delayed", "current") else _in_blocks
+    return _made(kind, quantizer, shape, dtype, place, make(quantizer, shape, place))
 
 
 def _bytes(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.zeros(tuple(shape), dtype=torch.uint8, device=device)
 
 
-def _per_tensor(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    with_data = quantizer.rowwise_usage or now().any_layout
-    with_transpose = quantizer.columnwise_usage and not now().any_layout
-    turned = (shape[-1], *shape[:-1]) if shape else ()
+def _turned(shape: Shape) -> Shape:
+    return (shape[-1], *shape[:-1]) if shape else ()
+
+
+def copies_of(quantizer: Any) -> tuple[bool, bool]:
+    """Whether a quantizer with one scale per tensor stores a row copy and a transpose: the machine's GEMMs decide too."""
+    free = now().any_layout
+    return bool(quantizer.rowwise_usage or free), bool(quantizer.columnwise_usage and not free)
+
+
+def _per_tensor(quantizer: Any, shape: Shape, device: torch.device) -> dict[str, Any]:
+    row, column = copies_of(quantizer)
     return {
-        "data": _bytes(shape, device) if with_data else None,
-        "data_transpose": _bytes(turned, device) if with_transpose else None,
-        "fp8_scale_inv": torch.ones(1, dtype=torch.float32, device=device),
+        "data": _bytes(shape, device) if row else None,
+        "data_transpose": _bytes(_turned(shape), device) if column else None,
+        "fp8_scale_inv": torch.ones(1, device=device),
         "fp8_dtype": quantizer.dtype,
     }
 
 
-def _check(name: str, shape: tuple[int, ...], multiple: int) -> None:
+def _in_blocks(quantizer: Any, shape: Shape, device: torch.device) -> dict[str, Any]:
+    kind = kind_of(quantizer)
+    values: dict[str, Any] = {"fp4_dtype" if kind == "nvfp4" else "fp8_dtype": quantizer.dtype}
+    for name, data, scales, amaxes in _SHAPES[kind](quantizer, shape):
+        used = getattr(quantizer, f"{name}_usage")
+        kept = torch.float32 if kind == "block" else torch.uint8
+        values[f"{name}_data"] = _bytes(data, device) if used else None
+        values[f"{name}_scale_inv"] = torch.zeros(scales, dtype=kept, device=device) if used else None
+        if kind == "nvfp4":
+            values[f"amax_{name}"] = torch.zeros(amaxes, device=device) if used else None
+    if kind == "block":
+        values["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+        if "data_format" in _classes(kind)[3]:
+            forms = importlib.import_module("transformer_engine_torch").Float8BlockScaleTensorFormat
+            values["data_format"] = forms.COMPACT if getattr(quantizer, "all_gather_usage", False) else forms.GEMM_READY
+    return values
+
+
+def _check(name: str, shape: Shape, multiple: int) -> None:
     if rows_of(shape) % multiple or (shape and shape[-1] % multiple):
         raise RuntimeError(f"{name} requires tensor dims that are divisible by {multiple} (got shape={shape})")
 
 
-def _mxfp8(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+def _mxfp8(quantizer: Any, shape: Shape) -> tuple[Copy, Copy]:
     _check("MXFP8", shape, 32)
     rows, columns = rows_of(shape), shape[-1]
-    row, column = quantizer.rowwise_usage, quantizer.columnwise_usage
-    return {
-        "rowwise_data": _bytes(shape, device) if row else None,
-        "rowwise_scale_inv": _bytes((up(rows, 128), up(columns // 32, 4)), device) if row else None,
-        "columnwise_data": _bytes(shape, device) if column else None,
-        "columnwise_scale_inv": _bytes((up(rows // 32, 4), up(columns, 128)), device) if column else None,
-        "fp8_dtype": quantizer.dtype,
-    }
+    return (
+        ("rowwise", shape, (up(rows, 128), up(columns // 32, 4)), 0),
+        ("columnwise", shape, (up(rows // 32, 4), up(columns, 128)), 0),
+    )
 
 
-def block_scale_shape(quantizer: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+def _block_scales(quantizer: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
     """Shape of a blockwise copy's FP32 scales: padded to 4 along the data's major axis, or compact."""
     columns, rows, compact = shape[-1] if shape else 1, rows_of(shape), is_compact(quantizer)
     high, wide = -(-rows // 128), -(-columns // 128)
@@ -204,46 +210,26 @@ def block_scale_shape(quantizer: Any, shape: Sequence[int], columnwise: bool) ->
     return (rows, wide) if compact else (wide, up(rows, 4))
 
 
-def _block(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    compact = is_compact(quantizer)
-    row, column = quantizer.rowwise_usage, quantizer.columnwise_usage
-    turned = shape if compact or not shape else (shape[-1], *shape[:-1])
-
-    def scales(columnwise: bool) -> torch.Tensor:
-        return torch.zeros(block_scale_shape(quantizer, shape, columnwise), device=device)
-
-    values = {
-        "rowwise_data": _bytes(shape, device) if row else None,
-        "rowwise_scale_inv": scales(False) if row else None,
-        "columnwise_data": _bytes(turned, device) if column else None,
-        "columnwise_scale_inv": scales(True) if column else None,
-        "fp8_dtype": quantizer.dtype,
-        "is_2D_scaled": quantizer.block_scaling_dim == 2,
-    }
-    if "data_format" in _classes("block")[3]:
-        formats = importlib.import_module("transformer_engine_torch").Float8BlockScaleTensorFormat
-        values["data_format"] = formats.COMPACT if getattr(quantizer, "all_gather_usage", False) else formats.GEMM_READY
-    return values
+def _block(quantizer: Any, shape: Shape) -> tuple[Copy, Copy]:
+    columns = shape if is_compact(quantizer) else _turned(shape)
+    return (
+        ("rowwise", shape, _block_scales(quantizer, shape, False), 0),
+        ("columnwise", columns, _block_scales(quantizer, shape, True), 0),
+    )
 
 
-def _nvfp4(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+def _nvfp4(quantizer: Any, shape: Shape) -> tuple[Copy, Copy]:
     _check("NVFP4", shape, 16)
-    rows, columns = rows_of(shape), shape[-1]
-    row, column = quantizer.rowwise_usage, quantizer.columnwise_usage
-    by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
     check_usages(quantizer)
-    return {
-        "rowwise_data": _bytes((*shape[:-1], columns // 2), device) if row else None,
-        "rowwise_scale_inv": _bytes((up(rows, 128), up(columns // 16, 4)), device) if row else None,
-        "columnwise_data": _bytes((columns, rows // 2), device) if column else None,
-        "columnwise_scale_inv": _bytes((up(columns, 128), up(rows // 16, 4)), device) if column else None,
-        "amax_rowwise": torch.zeros(rows if by_row else 1, device=device) if row else None,
-        "amax_columnwise": torch.zeros(columns if by_row else 1, device=device) if column else None,
-        "fp4_dtype": quantizer.dtype,
-    }
+    rows, columns, by_row = rows_of(shape), shape[-1], by_rows(quantizer)
+    return (
+        ("rowwise", (*shape[:-1], columns // 2), (up(rows, 128), up(columns // 16, 4)), rows if by_row else 1),
+        ("columnwise", (columns, rows // 2), (up(columns, 128), up(rows // 16, 4)), columns if by_row else 1),
+    )
 
 
-_BUFFERS = {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}
+_SHAPES = {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}
+"""Format -> of each copy its name, the shapes of data and scales, and the number of amaxes."""
 
 
 def coerced(quantizer: Any, tensor: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
@@ -252,18 +238,16 @@ def coerced(quantizer: Any, tensor: Any, shape: Sequence[int], dtype: torch.dtyp
     expected = "delayed" if kind == "current" else kind
     if storage_kind(tensor) != expected:
         raise RuntimeError(
-            f"{type(quantizer).__name__} must output to {_CLASSES[kind][1]}, found {type(tensor).__name__}"
+            f"{type(quantizer).__name__} must output to {_CLASSES[kind][2]}, found {type(tensor).__name__}"
         )
     if kind in ("delayed", "current"):
         return _coerced_per_tensor(quantizer, tensor, tuple(shape))
     if kind == "nvfp4":
         _coerce_nvfp4(quantizer, tensor, shape)
-    parts = ("_data", "_scale_inv") + (("_amax",) if kind == "nvfp4" else ())
     fresh = None
-    for wanted, prefix in ((quantizer.rowwise_usage, "rowwise"), (quantizer.columnwise_usage, "columnwise")):
-        for part in parts:
-            name = f"_amax_{prefix}" if part == "_amax" else f"_{prefix}{part}"
-            if not wanted:
+    for copy in ("rowwise", "columnwise"):
+        for name in (f"_{copy}_data", f"_{copy}_scale_inv", *((f"_amax_{copy}",) if kind == "nvfp4" else ())):
+            if not getattr(quantizer, f"{copy}_usage"):
                 setattr(tensor, name, None)
             elif getattr(tensor, name) is None:
                 fresh = fresh if fresh is not None else empty_quantized(quantizer, shape, dtype)
@@ -279,27 +263,22 @@ def _coerce_nvfp4(quantizer: Any, tensor: Any, shape: Sequence[int]) -> None:
     for option in ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"):
         if hasattr(tensor, f"_{option}"):
             setattr(tensor, f"_{option}", getattr(quantizer, option))
-    by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
     for name, lines in (("_amax_rowwise", rows_of(shape)), ("_amax_columnwise", shape[-1])):
         amax = getattr(tensor, name)
-        if amax is not None and amax.numel() != (lines if by_row else 1):
+        if amax is not None and amax.numel() != (lines if by_rows(quantizer) else 1):
             setattr(tensor, name, None)
 
 
-def _coerced_per_tensor(quantizer: Any, tensor: Any, shape: tuple[int, ...]) -> Any:
-    with_data = quantizer.rowwise_usage or now().any_layout
-    with_transpose = quantizer.columnwise_usage and not now().any_layout
-    if not (with_data or with_transpose):
+def _coerced_per_tensor(quantizer: Any, tensor: Any, shape: Shape) -> Any:
+    row, column = copies_of(quantizer)
+    if not (row or column):
         raise RuntimeError(f"Invalid usages for {type(quantizer).__name__}.")
     device = next(t.device for t in (tensor._data, tensor._transpose) if t is not None)
-    if not with_data:
-        tensor._data = None
-    elif tensor._data is None:
-        tensor._data = _bytes(shape, device)
-    if not with_transpose:
-        tensor._transpose = None
-    elif tensor._transpose is None:
-        tensor._transpose = _bytes((shape[-1], *shape[:-1]), device)
-    tensor._transpose_invalid = not with_transpose
+    for name, used, size in (("_data", row, shape), ("_transpose", column, _turned(shape))):
+        if not used:
+            setattr(tensor, name, None)
+        elif getattr(tensor, name) is None:
+            setattr(tensor, name, _bytes(size, device))
+    tensor._transpose_invalid = not column
     tensor._fp8_dtype = quantizer.dtype
     return tensor

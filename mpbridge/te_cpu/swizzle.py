@@ -3,9 +3,7 @@
 Source: NVIDIA's cuBLAS documentation, "1D block scaling factors layout"; Transformer Engine's common/swizzle/swizzle.cu.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,36 +72,25 @@ def splits_to_offsets_multi(
     ]
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
-
-
 @kernel
 def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:
     """Addresses of the tensors' data, int64."""
-    return _addresses(tensors)
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
 
 
 # --- scales in tile order ------------------------------------------------------------------------------------------------------------------
-_Reorder = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _by_row(block: int) -> tuple[_Reorder, Callable[[int, int], tuple[int, int]]]:
-    return swizzled, lambda rows, columns: (rows, columns // block)
-
-
-_KINDS: dict[str, tuple[_Reorder, Callable[[int, int], tuple[int, int]]]] = {
-    "mxfp8_rowwise": _by_row(32),
-    "mxfp8_columnwise": (swizzled_columns, lambda rows, columns: (rows // 32, columns)),
-    "nvfp4": _by_row(16),
+_KINDS = {
+    "mxfp8_rowwise": (swizzled, (1, 32)),
+    "mxfp8_columnwise": (swizzled_columns, (32, 1)),
+    "nvfp4": (swizzled, (1, 16)),
 }
-"""Copy of a quantized tensor -> how its scales are put in tile order, and their shape for a [rows, columns] tensor."""
+"""Copy of a quantized tensor -> how its scales are put in tile order, and rows and columns of a block."""
 
 
 def tiles(scales: torch.Tensor, kind: str, rows: int, columns: int) -> torch.Tensor:
     """Padded scales of a [rows, columns] tensor in tile order, in the same shape; their padding is zero."""
-    order, shape = _KINDS[kind]
-    high, wide = shape(rows, columns)
+    order, (block_rows, block_columns) = _KINDS[kind]
+    high, wide = rows // block_rows, columns // block_columns
     clean = torch.zeros(scales.shape, dtype=torch.uint8)
     clean[:high, :wide] = scales.detach().view(torch.uint8)[:high, :wide]
     return order(clean)
@@ -115,24 +102,23 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
     kind = storage_kind(tensor)
     if kind not in ("mxfp8", "nvfp4") or tensor._with_gemm_swizzled_scales:
         return
-    rows, columns = rows_of(tensor.size()), int(tensor.size()[-1])
-    if tensor._rowwise_scale_inv is not None:
-        name = "nvfp4" if kind == "nvfp4" else "mxfp8_rowwise"
-        tensor._rowwise_scale_inv = tiles(tensor._rowwise_scale_inv, name, rows, columns)
-    if tensor._columnwise_scale_inv is not None:  # NVFP4's column copy is the transpose's row copy
-        turned = (columns, rows) if kind == "nvfp4" else (rows, columns)
-        name = "nvfp4" if kind == "nvfp4" else "mxfp8_columnwise"
-        tensor._columnwise_scale_inv = tiles(tensor._columnwise_scale_inv, name, *turned)
+    shape = rows_of(tensor.size()), int(tensor.size()[-1])
+    for copy in ("rowwise", "columnwise"):
+        scales = getattr(tensor, f"_{copy}_scale_inv")
+        if scales is not None:
+            # NVFP4's column copy is the transpose's row copy
+            of = shape[::-1] if (kind, copy) == ("nvfp4", "columnwise") else shape
+            name = kind if kind == "nvfp4" else f"{kind}_{copy}"
+            setattr(tensor, f"_{copy}_scale_inv", tiles(scales, name, *of))
     tensor._with_gemm_swizzled_scales = True
 
 
 def _discrete(
     data_tensors: Sequence[torch.Tensor], scale_tensors: Sequence[torch.Tensor], swizzle_type: str, device: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(addresses of the data, addresses of the scales in tile order, the buffer that holds the scales), for weights in separate tensors.
+    """(addresses of the data, addresses of the scales in tile order, the buffer that holds the scales), for weights of one shape in separate tensors.
 
-    Every tensor has the first one's shape. Source: pytorch/csrc/extensions/grouped_mlp_experimental.cpp. Raises RuntimeError, as the
-    extension does.
+    Source: pytorch/csrc/extensions/grouped_mlp_experimental.cpp. Raises RuntimeError, as the extension does.
     """
     if len(data_tensors) != len(scale_tensors):
         raise RuntimeError(
@@ -140,15 +126,13 @@ def _discrete(
         )
     if swizzle_type not in _KINDS:
         raise RuntimeError(f"Unsupported swizzle type ({swizzle_type}). Expected one of: {', '.join(_KINDS)}.")
-    if not data_tensors:
-        return _addresses([]), _addresses([]), torch.empty(0, dtype=torch.uint8)
-    shape = data_tensors[0].shape
-    rows, columns = rows_of(shape), shape[-1] * (2 if swizzle_type == "nvfp4" else 1)
-    stride = up(scale_tensors[0].numel(), _ALIGNMENT)
+    stride = up(scale_tensors[0].numel(), _ALIGNMENT) if scale_tensors else 0
     buffer = torch.zeros(len(scale_tensors), stride, dtype=torch.uint8)
-    for row, scales in zip(buffer, scale_tensors, strict=True):
-        row[: scales.numel()] = tiles(scales, swizzle_type, rows, columns).reshape(-1)
-    return _addresses(data_tensors), _addresses(list(buffer)), buffer.view(-1)
+    for row, data, scales in zip(buffer, data_tensors, scale_tensors, strict=True):
+        columns = data.shape[-1] * (2 if swizzle_type == "nvfp4" else 1)
+        row[: scales.numel()] = tiles(scales, swizzle_type, rows_of(data.shape), columns).reshape(-1)
+    data_at, scales_at = (copy_data_ptrs_to_device(of, device) for of in (data_tensors, list(buffer)))
+    return data_at, scales_at, buffer.view(-1)
 
 
 KERNELS["grouped_mlp_experimental.swizzle_scales_and_pack_ptrs_for_discrete_weights"] = _discrete

@@ -1,8 +1,7 @@
 """Transformer Engine's Triton functions: permutation by masks, chunk sorting, cross entropy, padding of scales, gradients of experts' biases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -179,19 +178,6 @@ class _Row:
         return grad * scale.unsqueeze(1)
 
 
-def _softmax_sums(row: _Row, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(highest logit, sum of exponentials, the target's logit, sum of logits) of every row, over all ranks."""
-    highest, own, every = row.logits.amax(1), row.own(), row.logits.sum(1)
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(every, group=group)
-    total = (row.logits - highest.unsqueeze(1)).exp().sum(1)
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(total, group=group)
-    return highest, total, own, every
-
-
 def cross_entropy_forward(
     _input: torch.Tensor,
     target: torch.Tensor,
@@ -208,10 +194,18 @@ def cross_entropy_forward(
     if target.numel() != batch * sequence:
         raise AssertionError("Each token needs a target token ID.")
     release = now().release
-    rank = 0 if dist_process_group is None else dist.get_rank(dist_process_group)
-    ranks = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
+    group, sum_, max_ = dist_process_group, dist.ReduceOp.SUM, dist.ReduceOp.MAX
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def over_ranks(value: torch.Tensor, how: Any) -> torch.Tensor:
+        if ranks > 1:
+            dist.all_reduce(value, op=how, group=group)
+        return value
+
     row, counted = _Row(_input, target, rank), target.reshape(-1) != ignore_idx
-    highest, total, own, every = _softmax_sums(row, dist_process_group)
+    highest, own = over_ranks(row.logits.amax(1), max_), over_ranks(row.own(), max_)
+    every = over_ranks(row.logits.sum(1), sum_)
+    total = over_ranks((row.logits - highest.unsqueeze(1)).exp().sum(1), sum_)
     eps = label_smoothing / (vocabulary * ranks)
     normalizer = highest + total.log()
     loss = (normalizer - own) * (1 - label_smoothing) + label_smoothing * normalizer - eps * every
@@ -220,16 +214,8 @@ def cross_entropy_forward(
     count = counted.sum().clamp_min(1) if release >= (2, 12) else torch.tensor(batch * sequence)
     mean = loss.sum() / count if reduce_loss else loss.view(batch, sequence)
     if release >= (2, 19):
-        kept = _input if overwrite_input else _input.detach().clone()
-        return (
-            mean,
-            kept,
-            torch.stack([highest, total], 1),
-            target.contiguous(),
-            count.reshape(1) if reduce_loss else None,
-            rank,
-            ranks,
-        )
+        kept, stats = _input if overwrite_input else _input.detach().clone(), torch.stack([highest, total], 1)
+        return mean, kept, stats, target.contiguous(), count.reshape(1) if reduce_loss else None, rank, ranks
     grad = row.gradient(highest, total, eps, 1 - label_smoothing, counted / (count if reduce_loss else 1.0))
     place = _input if release < (2, 18) else torch.empty_like(_input)
     place.detach().copy_(grad.view(_input.shape))
@@ -309,28 +295,16 @@ def _group_of(offsets: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.searchsorted(offsets[1:].contiguous(), torch.arange(tokens, dtype=offsets.dtype), right=True)
 
 
-_INPUTS = ("inp", "row_id_map", "probs", "scale")
-_SIZES = ("num_tokens", "num_experts", "num_out_tokens", "hidden_size", "scale_hidden_dim")
-_MERGED = ("inp", "row_id_map", "merging_probs", "permuted_probs")
-_BACKWARD = ("fwd_output_grad", "row_id_map", "fwd_input", "merging_probs")
+def _padded(function: Any) -> Any:
+    """A function of four tensors and sizes; since release 2.12 the offsets of padding stand between them."""
+    names = [name for name in signature(function).parameters if name != "pad_offsets"]
+    return argument_lists(function, since_2_9=tuple(names), since_2_12=(*names[:4], "pad_offsets", *names[4:]))
+
+
 MODULES: dict[str, tuple[Any, ...]] = {
     "permutation": (
-        make_row_id_map,
-        argument_lists(
-            permute_with_mask_map, since_2_9=(*_INPUTS, *_SIZES), since_2_12=(*_INPUTS, "pad_offsets", *_SIZES)
-        ),
-        argument_lists(
-            unpermute_with_mask_map,
-            since_2_9=(*_MERGED, "num_tokens", "num_experts", "hidden_size"),
-            since_2_12=(*_MERGED, "pad_offsets", "num_tokens", "num_experts", "hidden_size"),
-        ),
-        argument_lists(
-            unpermute_with_mask_map_bwd_with_merging_probs,
-            since_2_9=(*_BACKWARD, *_SIZES[:4]),
-            since_2_12=(*_BACKWARD, "pad_offsets", *_SIZES[:4]),
-        ),
-        make_chunk_sort_map,
-        sort_chunks_by_map,
+        *map(_padded, (permute_with_mask_map, unpermute_with_mask_map, unpermute_with_mask_map_bwd_with_merging_probs)),
+        *(make_row_id_map, make_chunk_sort_map, sort_chunks_by_map),
     ),
     "cross_entropy": (cross_entropy_forward, cross_entropy_backward),
     "pad": (pad_columnwise_scale_inv,),

@@ -1,7 +1,5 @@
 """A recipe on Megatron Bridge's container: its three configs are megatron-core's own; the container here has the attributes of Bridge's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -83,14 +81,10 @@ def test_what_bridges_loop_would_undo_or_the_machine_cannot_run_is_refused(h100,
 
 
 def test_the_plan_names_what_bridge_overrides_or_drops(h100):
-    cfg = container(
-        mixed_precision="fp16_mixed",
-        ddp=DistributedDataParallelConfig(),
-        comm_overlap=object(),
-        checkpoint=SimpleNamespace(save="somewhere", load=None),
-    )
     from mpbridge.backend.megatron.bridge_container import container_plan
 
+    own = {"comm_overlap": object(), "checkpoint": SimpleNamespace(save="somewhere", load=None)}
+    cfg = container(mixed_precision="fp16_mixed", ddp=DistributedDataParallelConfig(), **own)
     told = str(container_plan(cfg, "bf16_with_fp8_current_scaling_mixed"))
     assert cfg.mixed_precision == "fp16_mixed"
     assert "Bridge  mixed_precision=fp16_mixed becomes None" in told

@@ -1,7 +1,5 @@
 """GPU tests skip with the reason that the capability check gives, never with a bare 'no GPU'."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -87,6 +85,11 @@ def world():
         stop_process_group()
 
 
+def sizes(width: int) -> list[str]:
+    sized = {"hidden_size": width, "ffn_hidden_size": 3 * width, "num_attention_heads": width // 64}
+    return [f"model.{name}={value}" for name, value in sized.items()]
+
+
 @pytest.fixture
 def gpu_run(tmp_path):
     """From a recipe and dotted overrides to the Run of a small GPT on real text."""
@@ -102,21 +105,10 @@ def gpu_run(tmp_path):
         path = ROOT / "configs" / f"{config}.yaml"
         # dimensions that every recipe of a Hopper can quantize, and heads that fused attention takes; small ones where a CPU computes
         width, length = (128, ["data.seq_length=128", "train.global_batch_size=4"]) if small else (512, [])
-        sizes = [
-            f"model.hidden_size={width}",
-            f"model.ffn_hidden_size={3 * width}",
-            f"model.num_attention_heads={width // 64}",
-        ]
-        shape = [*sizes, *length] if config == "gpt_tiny" else []
+        shape = [*sizes(width), *length] if config == "gpt_tiny" else []
         # weights at rest in FP8 want the distributed optimizer, which keeps the high-precision copy
         sharded = ["ddp.use_distributed_optimizer=true"] if resolve(get_mixed_precision_config(recipe)).stored else []
-        common = [
-            f"mixed_precision={recipe}",
-            f"logger.log_dir={tmp_path / recipe}",
-            "logger.progress=false",
-            *shape,
-            *sharded,
-        ]
-        return ConfigContainer.load(path, [*common, *overrides]).resolved(world_size=1)
+        common = [f"mixed_precision={recipe}", f"logger.log_dir={tmp_path / recipe}", "logger.progress=false"]
+        return ConfigContainer.load(path, [*common, *shape, *sharded, *overrides]).resolved(world_size=1)
 
     return make

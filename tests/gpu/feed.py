@@ -1,8 +1,7 @@
 """Random micro-batches for an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from itertools import repeat
 
 import torch
 
@@ -12,10 +11,5 @@ def batches(run) -> Iterator[dict[str, torch.Tensor]]:
     size = (run.facts.micro_batch_size, run.facts.shape.seq_length + 1)
     ids = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(size[1] - 1)[None].expand(size[0], -1)
-    while True:
-        yield {
-            "tokens": ids[:, :-1],
-            "labels": ids[:, 1:],
-            "position_ids": positions,
-            "loss_mask": torch.ones(size[0], size[1] - 1),
-        }
+    mask = torch.ones(size[0], size[1] - 1)
+    yield from repeat({"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": mask})

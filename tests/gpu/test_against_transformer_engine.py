@@ -3,7 +3,7 @@
 Each comparison has a half that is ours; those halves run on any machine (the tests without the mark), so that a GPU's hour is not spent on their faults.
 """
 
-from __future__ import annotations
+from contextlib import nullcontext
 
 import pytest
 
@@ -48,11 +48,7 @@ def ours(x, scaling: str, number: str, side: str, copy: str):
     for table in (quantizer.forward_table, quantizer.backward_table):
         if table is not None:
             table.scale.fill_(DELAYED_SCALE)
-    gemm = (
-        next(gemm for (gemm, of), which in COPY_OF.items() if of == side and which == copy)
-        if (side, copy) != ("w", "column")
-        else "dgrad"
-    )
+    gemm = next(gemm for (gemm, of), which in COPY_OF.items() if of == side and which == copy)
     return quantizer.operand(x, slot="probe", gemm=gemm, side=side).dequantized()
 
 
@@ -110,6 +106,15 @@ def step_of(layer, x, grad, around, begin=lambda: None):
     return [tensor.detach().float() for tensor in (out, leaf.grad, weight.grad)]
 
 
+def plain_linear(weight):
+    import torch
+
+    made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        made.weight.copy_(weight)
+    return made
+
+
 def emulated_linear(scaling: str, weight):
     import dataclasses
 
@@ -120,36 +125,21 @@ def emulated_linear(scaling: str, weight):
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
 
-    plain = torch.nn.Sequential(
-        torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=torch.bfloat16)
-    )
-    with torch.no_grad():
-        plain[0].weight.copy_(weight)
+    plain = torch.nn.Sequential(plain_linear(weight))
     more = {"amax_history": 1, "amax_algo": "most_recent"} if scaling == "delayed" else {}
     policy = resolve(get_mixed_precision_config("bf16_mixed"))
-    emulation = emulate_linears(
-        plain, dataclasses.replace(policy, regions=(Region(quant=Quant(format="hybrid", scaling=scaling, **more)),))
-    )
-    return plain, emulation
+    regions = (Region(quant=Quant(format="hybrid", scaling=scaling, **more)),)
+    return plain, emulate_linears(plain, dataclasses.replace(policy, regions=regions))
 
 
 @pytest.mark.parametrize("scaling", RECIPE)
 def test_our_emulated_linear_is_near_the_plain_one(scaling):
-    from contextlib import nullcontext
-
-    import torch
-
     weight = sample("normal", 256, 512) / 16
-    plain = torch.nn.Linear(512, 256, bias=False, device=weight.device, dtype=torch.bfloat16)
-    with torch.no_grad():
-        plain.weight.copy_(weight)
+    plain = plain_linear(weight)
     x, grad = sample("normal"), sample("normal", 256, 256)
     emulated, emulation = emulated_linear(scaling, weight)
-    for e, p in zip(
-        step_of(emulated, x, grad, nullcontext, emulation.step_begin),
-        step_of(plain, x, grad, nullcontext),
-        strict=True,
-    ):
+    found = step_of(emulated, x, grad, nullcontext, emulation.step_begin)
+    for e, p in zip(found, step_of(plain, x, grad, nullcontext), strict=True):
         assert 1e-4 < float((e - p).norm() / p.norm()) < 0.1
 
 
@@ -157,8 +147,6 @@ def test_our_emulated_linear_is_near_the_plain_one(scaling):
 @pytest.mark.parametrize("scaling", RECIPE)
 def test_emulated_linear_agrees_with_the_real_one(scaling, on_gpu, record_property):
     on_gpu(RECIPE[scaling])
-    from contextlib import nullcontext
-
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as te_recipes
@@ -180,14 +168,10 @@ def test_emulated_linear_agrees_with_the_real_one(scaling, on_gpu, record_proper
         assert difference < 5e-3, what
 
 
-STATES = [
-    (False, "float32", False),
-    (True, "float32", False),
-    (True, "float32", True),
-    (True, "bfloat16", True),
-    (True, "float16", False),
-    (True, "uint8", False),
-]
+STATES = pytest.mark.parametrize(
+    ("master", "moments", "remainders"),
+    [(False, "float32", False), (True, "float32", False), (True, "float32", True), (True, "bfloat16", True), (True, "float16", False), (True, "uint8", False)],
+)  # fmt: skip
 
 
 def after_100_steps(cls, device, master: bool, moments: str, remainders: bool):
@@ -207,18 +191,15 @@ def after_100_steps(cls, device, master: bool, moments: str, remainders: bool):
     return parameter.detach().float().cpu()
 
 
-@pytest.mark.parametrize(("master", "moments", "remainders"), STATES)
+@STATES
 def test_cpu_fused_adam_stays_near_torchs_over_100_steps(master, moments, remainders):
     import torch
 
     from mpbridge.backend.engines.optimizers import CpuFusedAdam
 
     found = after_100_steps(CpuFusedAdam, "cpu", master, moments, remainders)
-    parameter = torch.nn.Parameter(
-        torch.randn(4096, generator=torch.Generator().manual_seed(0))
-        .to(torch.bfloat16 if master else torch.float32)
-        .float()
-    )
+    start = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    parameter = torch.nn.Parameter(start.to(torch.bfloat16 if master else torch.float32).float())
     reference, generator = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1), torch.Generator().manual_seed(1)
     for _ in range(100):
         parameter.grad = torch.randn(4096, generator=generator)
@@ -229,7 +210,7 @@ def test_cpu_fused_adam_stays_near_torchs_over_100_steps(master, moments, remain
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("master", "moments", "remainders"), STATES)
+@STATES
 def test_cpu_fused_adam_follows_fused_adam_over_100_steps(master, moments, remainders, on_gpu):
     on_gpu()
     import torch
@@ -259,20 +240,12 @@ def first_update(gpu_run, *, duplicate: bool) -> tuple[int, int]:
         engine = build_engine(run)
         try:
             optimizer = engine.optimizer
-            optimizer.parts = [
-                fused_adam(cuda)(part.param_groups, lr=1e-3, master_weights=duplicate) for part in optimizer.parts
-            ]
+            kind = fused_adam(cuda)
+            optimizer.parts = [kind(part.param_groups, lr=1e-3, master_weights=duplicate) for part in optimizer.parts]
             engine.train_step(batches(run), microbatches=1)
-            states = [
-                value
-                for part in optimizer.parts
-                for state in part.state.values()
-                for value in state.values()
-                if isinstance(value, torch.Tensor)
-            ]
-            return sum(value.untyped_storage().nbytes() for value in states), sum(
-                shard.numel() for shard in optimizer.shards.values()
-            )
+            states = [value for part in optimizer.parts for state in part.state.values() for value in state.values()]
+            held = sum(value.untyped_storage().nbytes() for value in states if isinstance(value, torch.Tensor))
+            return held, sum(shard.numel() for shard in optimizer.shards.values())
         finally:
             engine.close()
 

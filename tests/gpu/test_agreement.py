@@ -1,25 +1,13 @@
 """The emulation against the real recipe, layer by layer (scripts/evidence/gpu_agreement.py); its own machinery runs on any machine."""
 
-from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
+import importlib
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "evidence" / "gpu_agreement.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("gpu_agreement", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[spec.name] = module  # dataclasses ask for it
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return importlib.import_module("scripts.evidence.gpu_agreement")
 
 
 SMALL = {"layers": 3, "hidden": 128, "sequence": 32}

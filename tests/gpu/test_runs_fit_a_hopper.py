@@ -1,7 +1,5 @@
 """Every run of the GPU tests is legal on the machine that they are for, asked here: a wrong setting shall not cost a GPU's time."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -11,20 +9,12 @@ from mpbridge.planning.capability import ASSUMED, can_run
 from mpbridge.planning.rules.table import require
 from tests.gpu.test_training import HOPPER
 
-SIX = "model.num_layers=6"
-RUNS = {name: (name, SIX) for name in HOPPER} | {
-    "aware delayed": (
-        "fp8_ds",
-        "optimizer.use_precision_aware_optimizer=true",
-        "ddp.use_distributed_optimizer=true",
-        "mixed_precision.store_param_remainders=false",  # FusedAdam's kernel for FP8 weights takes whole main weights
-    ),
-    "aware tensorwise": (
-        "fp8_cs",
-        "optimizer.use_precision_aware_optimizer=true",
-        "ddp.use_distributed_optimizer=true",
-    ),
-    "aware blockwise": ("fp8_sc", "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true"),
+AWARE = ("optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true")
+RUNS = {name: (name, "model.num_layers=6") for name in HOPPER} | {
+    # FusedAdam's kernel for FP8 weights takes whole main weights
+    "aware delayed": ("fp8_ds", *AWARE, "mixed_precision.store_param_remainders=false"),
+    "aware tensorwise": ("fp8_cs", *AWARE),
+    "aware blockwise": ("fp8_sc", *AWARE),
     "gather": ("fp8_cs", "mixed_precision.fp8_param_gather=true"),
     "no gather": ("fp8_cs", "mixed_precision.fp8_param_gather=false"),
     "fsdp2 fused": ("bf16_params_fp32_states", "engine=fsdp2"),

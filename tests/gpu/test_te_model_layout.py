@@ -3,8 +3,6 @@
 Needs Transformer Engine, no GPU: modules are constructed on the CPU layer while torch claims a device; no kernel runs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The recipe object that megatron-core hands to Transformer Engine from our synced config is what the policy promises. Needs Transformer Engine, no GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
@@ -11,17 +9,18 @@ LAYERS = 16
 """Deep enough for the recipe with 14 BF16 layers to quantize something."""
 
 CLASSES = {
-    "delayed": "DelayedScaling",
-    "tensorwise": "Float8CurrentScaling",
-    "blockwise": "Float8BlockScaling",
-    "mxfp8": "MXFP8BlockScaling",
+    "delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
-}
+}  # fmt: skip
 """Transformer Engine 2.11 common/recipe/__init__.py."""
 
 POLICIES = {name: resolve(get_mixed_precision_config(name)) for name in sorted(recipes)}
 QUANTIZED = [name for name, policy in POLICIES.items() if policy.quantized and policy.quant.row.core is not None]
 """By Transformer Engine; torchao's scalings have no word of megatron-core's."""
+
+
+def scaled(*scalings: str) -> list[str]:
+    return [name for name in QUANTIZED if POLICIES[name].quant.scaling in scalings]
 
 
 def synced(name: str):
@@ -78,22 +77,15 @@ def test_te_picks_the_element_format_of_each_direction_that_the_policy_names(nam
         assert word.lower().removeprefix("kfloat8") == policy.fp8.element(gradient=gradient)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in QUANTIZED if resolve(get_mixed_precision_config(n)).quant.scaling == "delayed"]
-)
+@pytest.mark.parametrize("name", scaled("delayed"))
 def test_delayed_scaling_keeps_margin_history_and_algorithm(name, transformer_engine):
     policy, config = synced(name)
-    recipe = core_recipe(config)
-    assert (recipe.margin, recipe.amax_history_len, recipe.amax_compute_algo) == (
-        policy.fp8.margin,
-        policy.fp8.amax_history,
-        policy.fp8.amax_algo,
-    )
+    recipe, promised = core_recipe(config), policy.fp8
+    assert (recipe.margin, recipe.amax_history_len) == (promised.margin, promised.amax_history)
+    assert recipe.amax_compute_algo == promised.amax_algo
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in QUANTIZED if resolve(get_mixed_precision_config(n)).quant.scaling in ("blockwise", "nvfp4")]
-)
+@pytest.mark.parametrize("name", scaled("blockwise", "nvfp4"))
 def test_block_extents_are_those_of_our_table(name, transformer_engine):
     policy, config = synced(name)
     recipe = core_recipe(config)

@@ -1,7 +1,5 @@
 """Recipes on a real GPU: they train, their audit passes, planted faults are named, losses agree, memory is as predicted."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -10,22 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.conftest import is_played
+from tests.gpu.conftest import is_played, sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.gpu
 
 HOPPER = [
-    "bf16_mixed",
-    "fp16_mixed",
-    "bf16_with_fp8_delayed_scaling_mixed",
-    "bf16_with_fp8_current_scaling_mixed",
-    "bf16_with_fp8_subchannel_scaling_mixed",
-    "nanov2_bf16_with_fp8_current_scaling_mixed",
-    "bf16_mixed_bf16_moments",
-    "full_bf16",
-]
+    "bf16_mixed", "fp16_mixed", "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed",
+    "nanov2_bf16_with_fp8_current_scaling_mixed", "bf16_mixed_bf16_moments", "full_bf16",
+]  # fmt: skip
 GATHER = [name for name in HOPPER if "fp8" in name and not name.startswith("nanov2")]
 
 
@@ -55,16 +47,9 @@ def test_weights_stored_in_fp8_or_not_both_train(name, on_gpu, gpu_run):
 @pytest.mark.parametrize("name", GATHER)
 def test_precision_aware_optimizer_trains_under_fp8(name, on_gpu, gpu_run):
     on_gpu(name)
-    summary = losses(
-        gpu_run(
-            name,
-            "optimizer.use_precision_aware_optimizer=true",
-            # FusedAdam would keep the lower halves of BF16 weights for weights that rest in FP8
-            "optimizer.store_param_remainders=false",
-            "ddp.use_distributed_optimizer=true",
-            "train.train_iters=40",
-        )
-    )
+    # FusedAdam would keep the lower halves of BF16 weights for weights that rest in FP8
+    aware = ("optimizer.use_precision_aware_optimizer=true", "optimizer.store_param_remainders=false")
+    summary = losses(gpu_run(name, *aware, "ddp.use_distributed_optimizer=true", "train.train_iters=40"))
     assert summary.last_loss < summary.first_loss - 0.5
 
 
@@ -84,12 +69,8 @@ def test_blackwell_recipes_are_refused_with_the_reason_and_run_emulated(name, on
 
 @pytest.mark.parametrize(
     ("name", "engine"),
-    [
-        ("fp32_params_bf16_compute", "fsdp2"),
-        ("bf16_params_fp32_states", "fsdp2"),
-        ("bf16_megatron_fsdp", "megatron_fsdp"),
-    ],
-)
+    [("fp32_params_bf16_compute", "fsdp2"), ("bf16_params_fp32_states", "fsdp2"), ("bf16_megatron_fsdp", "megatron_fsdp")],
+)  # fmt: skip
 def test_sharding_engines_train_at_one_process(name, engine, on_gpu, gpu_run):
     on_gpu()
     summary = losses(gpu_run(name, f"engine={engine}", "train.train_iters=40"))
@@ -151,13 +132,8 @@ def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run, world, real_gpu):
     from tests.gpu.feed import batches
 
     on_gpu()
-    run = gpu_run(
-        "bf16_mixed",
-        "model.num_layers=16",
-        "model.hidden_size=2048",
-        "model.ffn_hidden_size=5504",
-        "model.num_attention_heads=16",
-    )
+    wide = ("model.hidden_size=2048", "model.ffn_hidden_size=5504", "model.num_attention_heads=16")
+    run = gpu_run("bf16_mixed", "model.num_layers=16", *wide)
     with device_layer(True):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -175,14 +151,9 @@ def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run, world, real_gpu):
 @pytest.mark.parametrize("name", ["bf16_mixed", "fp16_mixed", "bf16_with_fp8_current_scaling_mixed"])
 def test_resumed_run_equals_the_uninterrupted_one(name, on_gpu, gpu_run, tmp_path):
     on_gpu(name)
-    whole = losses(gpu_run(name, "train.train_iters=20", "train.deterministic=true"))
-    folder = tmp_path / "checkpoints"
-    common = [
-        f"checkpoint.save={folder}",
-        f"checkpoint.load={folder}",
-        "train.train_iters=20",
-        "train.deterministic=true",
-    ]
+    common = ["train.train_iters=20", "train.deterministic=true"]
+    whole = losses(gpu_run(name, *common))
+    common += [f"checkpoint.{way}={tmp_path / 'checkpoints'}" for way in ("save", "load")]
     losses(gpu_run(name, *common, "train.exit_interval=10"))
     assert losses(gpu_run(name, *common)).last_loss == whole.last_loss
 
@@ -190,46 +161,23 @@ def test_resumed_run_equals_the_uninterrupted_one(name, on_gpu, gpu_run, tmp_pat
 @pytest.mark.parametrize("name", ["bf16_mixed", "bf16_with_fp8_current_scaling_mixed"])
 def test_a_gpus_checkpoint_goes_on_on_a_cpu(name, on_gpu, gpu_run, tmp_path):
     on_gpu(name)
-    folder = tmp_path / "checkpoints"
-    shape = [
-        "model.num_layers=4",
-        "data.seq_length=128",
-        f"checkpoint.save={folder}",
-        f"checkpoint.load={folder}",
-        "mixed_precision.fp8_param_gather=false",
-    ]
+    shape = ["model.num_layers=4", "data.seq_length=128", "mixed_precision.fp8_param_gather=false"]
+    shape += [f"checkpoint.{way}={tmp_path / 'checkpoints'}" for way in ("save", "load")]
     before = losses(gpu_run(name, *shape, "train.train_iters=30", "train.exit_interval=20")).last_loss
-    width = 128 if is_played() else 512
-    wide = [
-        f"model.hidden_size={width}",
-        f"model.ffn_hidden_size={3 * width}",
-        f"model.num_attention_heads={width // 64}",
-    ]
-    wide += ["train.global_batch_size=4"] if is_played() else []
+    wide = [*sizes(128), "train.global_batch_size=4"] if is_played() else sizes(512)
     # a process of its own, not a rank of this one's world
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MPBRIDGE_PLAYED")
     outside = {name: value for name, value in os.environ.items() if name not in ours}
-    command = [
-        sys.executable,
-        "scripts/pretrain.py",
-        "--config",
-        "configs/gpt_tiny.yaml",
-        "--recipe",
-        name,
-        *wide,
+    command = [sys.executable, "scripts/pretrain.py", "--config", "configs/gpt_tiny.yaml", "--recipe", name, *wide]
+    command += [
         *shape,
         "train.train_iters=30",
+        f"logger.log_dir={tmp_path / 'cpu'}",
+        *(["--emulate"] if "fp8" in name else []),
     ]
-    command += [f"logger.log_dir={tmp_path / 'cpu'}", *(["--emulate"] if "fp8" in name else [])]
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=outside | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=840,
-        check=False,
-    )
+        command, cwd=ROOT, env=outside | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=840, check=False
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "cpu" / "metrics.jsonl").read_text().splitlines()]
     first = next(row for row in rows if "loss" in row)

@@ -1,7 +1,5 @@
 """The played kernels' Adam against adam.cu's formula: the moments too, since a weight hides a second moment that is a little off."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,17 +1,13 @@
 """Megatron Bridge's own pretrain() on the CPU under recipes of ours, in processes of its own: against Bridge's own registry, and with faults planted."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
+from tests.te_cpu.wheels import OLDEST, ROOT, ran, release_or_skip
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.bridge") is None,
@@ -26,17 +22,15 @@ SIX = (
     ("bf16_with_nvfp4_mixed", "b200"),
 )
 RECIPE = SIX[2][0]
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def pretrain(
     recipe: str, machine: str, *options: str, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", *launcher, "-m", "mpbridge", "on-cpu", "--te", release_or_skip(OLDEST)]
-    command += ["--target", machine, str(ROOT / "scripts/evidence/stacks/bridge_pretrain.py"), recipe, *options]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        command, env=environment() | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
-    )
+    on_cpu = ("-m", "mpbridge", "on-cpu", "--te", release_or_skip(OLDEST), "--target", machine)
+    script = str(ROOT / "scripts/evidence/stacks/bridge_pretrain.py")
+    return ran(*launcher, *on_cpu, script, recipe, *options, timeout=600)
 
 
 def told(done: subprocess.CompletedProcess[str]) -> dict:
@@ -86,37 +80,31 @@ def test_twenty_steps_equal_those_of_bridges_own_registry_and_of_our_own_loop(
     ],
 )  # fmt: skip
 def test_what_a_script_changes_behind_the_recipe_ends_the_run(plant: str, said: str) -> None:
-    done = pretrain("bf16_mixed", "h100", "--plant", plant)
+    ends("step 1 deviates from bf16_mixed", said, "bf16_mixed", "--plant", plant)
+
+
+def ends(step: str, words: str, recipe: str, *options: str) -> None:
+    """Such a run ends with status 1, and says which step deviates and in what."""
+    done = pretrain(recipe, "h100", *options)
     assert done.returncode == 1
-    assert "step 1 deviates from bf16_mixed" in done.stdout + done.stderr
-    assert said in done.stdout + done.stderr
+    assert step in done.stdout + done.stderr
+    assert words in done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_an_evaluation_in_another_precision_ends_the_run() -> None:
-    done = pretrain(RECIPE, "h100", "--evaluate", "2", "--steps", "3", "--plant", "evaluation")
-    assert done.returncode == 1
-    assert "step 2 deviates from bf16_with_fp8_current_scaling_mixed" in done.stdout + done.stderr
-    assert "linears: promised" in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_stale_copies_of_the_step_after_an_evaluation_are_named() -> None:
-    """Megatron-LM#4560: a gather forced by an evaluation leaves the column copies of FP8 weights as they were."""
-    done = pretrain(RECIPE, "h100", "--evaluate", "2", "--steps", "3")
-    assert done.returncode == 1
-    assert "step 3 deviates from bf16_with_fp8_current_scaling_mixed" in done.stdout + done.stderr
-    assert "(its column copy)" in done.stdout + done.stderr
+    evaluated = ("--evaluate", "2", "--steps", "3")
+    ends(f"step 2 deviates from {RECIPE}", "linears: promised", RECIPE, *evaluated, "--plant", "evaluation")
+    # Megatron-LM#4560: a gather forced by an evaluation leaves the column copies of FP8 weights as they were
+    ends(f"step 3 deviates from {RECIPE}", "(its column copy)", RECIPE, *evaluated)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_processes_train_silently_and_begin_as_one() -> None:
     """The first four losses are printed with seven digits; later ones differ by the order of the gradients' sums."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    one, two = (told(pretrain(RECIPE, "h100", launcher=how)) for how in ((), launcher))
+    one, two = (told(pretrain(RECIPE, "h100", launcher=how)) for how in ((), TWO))
     assert list(one["losses"].values())[:4] == list(two["losses"].values())[:4]
     assert one["parameters"] == two["parameters"]
 
@@ -126,11 +114,13 @@ def test_two_processes_train_silently_and_begin_as_one() -> None:
 def test_two_processes_go_on_where_they_were(tmp_path: Path) -> None:
     """FP8 with weights stored in BF16: quantized ones are no safe globals of torch.load."""
     (tmp_path / "own.yaml").write_text(f"extends: {RECIPE}\nfp8_param_gather: false\n")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    recipe, place = str(tmp_path / "own.yaml"), str(tmp_path / "run")
-    whole = told(pretrain(recipe, "h100", "--steps", "4", launcher=launcher))["losses"]
-    first = told(pretrain(recipe, "h100", "--steps", "2", "--save", place, launcher=launcher))["losses"]
-    rest = told(pretrain(recipe, "h100", "--steps", "4", "--save", place, "--load", place, launcher=launcher))["losses"]
+    place = str(tmp_path / "run")
+
+    def losses(*options: str) -> dict[str, str]:
+        return told(pretrain(str(tmp_path / "own.yaml"), "h100", "--steps", *options, launcher=TWO))["losses"]
+
+    whole, first = losses("4"), losses("2", "--save", place)
+    rest = losses("4", "--save", place, "--load", place)
     assert first | rest == whole
     assert list(rest) == ["3", "4"]
 

@@ -1,11 +1,7 @@
 """Checkpoints between the two realizations: an emulated run's goes on over Transformer Engine's modules, and theirs goes on emulated."""
 
-from __future__ import annotations
-
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +9,7 @@ from mpbridge import ConfigContainer, pretrain
 from mpbridge.common.report.metrics import read
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.verdict import read_fingerprint, verdict
-from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
+from tests.te_cpu.wheels import OLDEST, ROOT, ran, release_or_skip
 
 RECIPE = "bf16_with_fp8_current_scaling_mixed"
 SHAPE = (
@@ -32,43 +28,22 @@ STORED = {
 """What megatron-core names these on a GPU, layers stacked; weights at rest in FP8 are stored as values of the parameters' dtype."""
 
 
-def emulated(folder, *more: str) -> list[float]:
+def emulated(folder) -> list[float]:
     """Losses of an emulated run in this process, which has no Transformer Engine."""
     log = folder.parent / f"log{len(list(folder.parent.iterdir()))}"
-    settings = [
-        f"mixed_precision.recipe={RECIPE}",
-        "emulate=true",
-        *SHAPE,
-        f"checkpoint.save={folder}",
-        f"checkpoint.load={folder}",
-        f"logger.log_dir={log}",
-    ]
-    pretrain(ConfigContainer.load(ROOT / "configs/gpt_tiny.yaml", [*settings, *more]).resolved(), quiet=True)
+    settings = [f"mixed_precision.recipe={RECIPE}", "emulate=true", *places(folder, log)]
+    pretrain(ConfigContainer.load(ROOT / "configs/gpt_tiny.yaml", settings).resolved(), quiet=True)
     return [row["loss"] for row in read(log / "metrics.jsonl") if "loss" in row]
+
+
+def places(folder, log) -> list[str]:
+    return [*SHAPE, f"checkpoint.save={folder}", f"checkpoint.load={folder}", f"logger.log_dir={log}"]
 
 
 def over_transformer_engine(folder, te: str) -> list[float]:
     log = folder.parent / "te"
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "mpbridge",
-        "train",
-        "--config",
-        "gpt_tiny",
-        "--recipe",
-        RECIPE,
-        "--emulate",
-        "te",
-        "--target",
-        "h100",
-    ]
-    command += ["--te", te, *SHAPE, f"checkpoint.save={folder}", f"checkpoint.load={folder}", f"logger.log_dir={log}"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=840, check=False
-    )
+    played = ("--emulate", "te", "--target", "h100", "--te", te)
+    done = ran("-m", "mpbridge", "train", "--config", "gpt_tiny", "--recipe", RECIPE, *played, *places(folder, log))
     assert done.returncode == 3, done.stdout[-3000:] + done.stderr[-3000:]  # it stopped before its end
     return [row["loss"] for row in read(log / "metrics.jsonl") if "loss" in row]
 

@@ -1,7 +1,5 @@
 """The one list of Transformer Engine's GEMM entry points, against what the releases call."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

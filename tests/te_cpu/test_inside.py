@@ -3,24 +3,15 @@
 megatron-core decides at import whether there is a Transformer Engine, and keeps its classes.
 """
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.te_cpu.wheels import NEWEST, OLDEST, ROOT, between, environment, release_or_skip
+from tests.te_cpu.wheels import NEWEST, OLDEST, ROOT, between, ran, release_or_skip
 
 
 def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), timeout: float = 840) -> None:
     plugins = ("-p", "no:cacheprovider", "-p", "mpbridge.te_cpu.pytest_plugin", "--played", machine, "--te", te)
     paths = [str(ROOT / "tests/te_cpu/inside" / file) for file in files]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-W", "ignore", *plugins, *options, *paths]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment(), check=False
-    )
+    done = ran("-m", "pytest", "-q", "-x", "-n0", "-W", "ignore", *plugins, *options, *paths, timeout=timeout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
@@ -52,24 +43,12 @@ def test_functions_layers_and_runs(machine: str, te: str) -> None:
 @pytest.mark.parametrize("te", [OLDEST, NEWEST])
 @pytest.mark.parametrize("machine", OWN)
 def test_everything_and_every_recipe_of_the_registry(machine: str, te: str) -> None:
-    inside(
-        release_or_skip(te),
-        machine,
-        *KERNELS,
-        *MATRIX,
-        *FAULTS,
-        BRIEF[-1],
-        OWN[machine][0],
-        options=("-m", "slow or not slow"),
-        timeout=2300,
-    )
+    files = (*KERNELS, *MATRIX, *FAULTS, BRIEF[-1], OWN[machine][0])
+    inside(release_or_skip(te), machine, *files, options=("-m", "slow or not slow"), timeout=2300)
 
 
 def test_what_is_redirected_is_given_back() -> None:
-    te = release_or_skip(OLDEST)
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/te_cpu/inside/given_back.py"), te]
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=840, env=environment() | path, check=False)
+    done = ran(str(ROOT / "tests/te_cpu/inside/given_back.py"), release_or_skip(OLDEST))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("given back")
 
@@ -80,7 +59,6 @@ def test_what_is_redirected_is_given_back() -> None:
 @pytest.mark.parametrize("machine", OWN)
 def test_every_release_between(package, machine: str) -> None:
     """Its kernels, and every scaling of the machine in audited runs, dense (training.py) and with grouped experts (matrix.py)."""
+    files = (*KERNELS, OWN[machine][0], "training.py", "matrix.py")
     options = ("-k", "not test_it_trains and not registry", "-m", "not slow")
-    inside(
-        package.version, machine, *KERNELS, OWN[machine][0], "training.py", "matrix.py", options=options, timeout=900
-    )
+    inside(package.version, machine, *files, options=options, timeout=900)

@@ -1,28 +1,14 @@
 """The books of `scripts/evidence/megatron_tests.py`: which world a case's result is of, what counts, and what it names."""
 
-from __future__ import annotations
-
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from mpbridge.te_cpu.ranks import Merged, text_of
-from tests.te_cpu.wheels import ROOT
+from scripts.evidence import megatron_tests as script
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("megatron_tests", ROOT / "scripts/evidence/megatron_tests.py")
-    made = importlib.util.module_from_spec(spec)
-    sys.modules["megatron_tests"] = made
-    spec.loader.exec_module(made)
-    return made
-
-
-def filled(script: ModuleType, folder: Path, *rows: tuple[int, str, str, str]):
+def filled(folder: Path, *rows: tuple[int, str, str, str]):
     store = script.Store(folder, "0123456789abcdef", "2.20")
     for ranks, test, outcome, text in rows:
         store.add("one/test_a.py", ranks, Merged(f"tests/unit_tests/one/test_a.py::{test}", outcome, text, 0.1, []))
@@ -32,14 +18,12 @@ def filled(script: ModuleType, folder: Path, *rows: tuple[int, str, str, str]):
 WORLD = "[call, rank 0 of 1] RuntimeError: world_size (1) is not divisible by 8 (megatron/core/parallel_state.py:823)"
 
 
-def test_a_case_has_the_result_of_its_largest_world(script: ModuleType, tmp_path: Path) -> None:
+def test_a_case_has_the_result_of_its_largest_world(tmp_path: Path) -> None:
     store = filled(
-        script, tmp_path, (1, "test_x", "failed", WORLD), (8, "test_x", "passed", ""), (1, "test_y", "failed", WORLD)
+        tmp_path, (1, "test_x", "failed", WORLD), (8, "test_x", "passed", ""), (1, "test_y", "failed", WORLD)
     )
-    assert {name.split("::")[1]: script.standing(case) for name, case in store.cases().items()} == {
-        "test_x": "passed",
-        "test_y": "ranks",
-    }
+    found = {name.split("::")[1]: script.standing(case) for name, case in store.cases().items()}
+    assert found == {"test_x": "passed", "test_y": "ranks"}
     assert script.wanted(store, "one/test_a.py", 8, False, []) == ["tests/unit_tests/one/test_a.py::test_y"]
     assert script.wanted(store, "one/test_b.py", 8, False, []) is None
 
@@ -55,18 +39,18 @@ def test_a_case_has_the_result_of_its_largest_world(script: ModuleType, tmp_path
         ("The world of 2 was ended in this test: rank 1 failed.\nrank 0: failed\nRuntimeError: Connection closed by peer\nrank 1: failed\nRuntimeError: SymmetricMemory", "excluded"),
     ],
 )  # fmt: skip
-def test_only_the_error_itself_excludes_a_case(script: ModuleType, tmp_path: Path, text: str, standing: str) -> None:
-    (case,) = filled(script, tmp_path, (1, "test_x", "failed", text)).cases().values()
+def test_only_the_error_itself_excludes_a_case(tmp_path: Path, text: str, standing: str) -> None:
+    (case,) = filled(tmp_path, (1, "test_x", "failed", text)).cases().values()
     assert script.standing(case) == standing
 
 
-def test_the_table_adds_up_and_a_lost_case_is_named(script: ModuleType, tmp_path: Path) -> None:
+def test_the_table_adds_up_and_a_lost_case_is_named(tmp_path: Path) -> None:
     rows = [
         (1, "test_a", "passed", ""),
         (1, "test_b", "failed", "[call, rank 0 of 1] ValueError: 12345 <module 'a' from '/home/me/a.py'> (x/y/z.py:9)"),
     ]
     rows += [(1, "test_c", "skipped", "Skipped: FLA"), (1, "test_d", "passed", ""), (1, "test_d", "failed", "E")]
-    store = filled(script, tmp_path, *rows)
+    store = filled(tmp_path, *rows)
     lines = script.table(store, "0123456789abcdef", "2.20", 9)
     assert "| one | 4 | 1 | 2 | 0 | 0 | 1 | 33.3 % |" in lines
     assert "- failed, 1 cases (one/test_a.py): `ValueError: … <module 'a'…> (y/z.py)`" in lines

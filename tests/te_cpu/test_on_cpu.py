@@ -1,7 +1,5 @@
 """`mpbridge on-cpu` runs a script that knows only CUDA, in processes of its own: also those that the script spawns."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -16,7 +14,7 @@ from mpbridge.common.transformer_engine import VARIABLE, choose
 from mpbridge.te_cpu import context, foreign
 from mpbridge.te_cpu.foreign import _Triton
 from tests.forked import forked
-from tests.te_cpu.wheels import FOLDERS, OLDEST, ROOT, environment, release_or_skip
+from tests.te_cpu.wheels import FOLDERS, OLDEST, ran, release_or_skip
 
 SCRIPT = '''
 import multiprocessing, sys
@@ -48,18 +46,8 @@ def on_cpu(
     script: Path | str, *arguments: str, launcher: tuple[str, ...] = (), folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """script: a path, or -m. folder: the working directory; None: the script's."""
-    te = release_or_skip(OLDEST)
-    verb = ["mpbridge", "on-cpu", "--target", "b200", "--te", te, str(script)]
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, "-m", *verb, *arguments],
-        cwd=folder or Path(script).parent,
-        env=environment() | path,
-        capture_output=True,
-        text=True,
-        timeout=840,
-        check=False,
-    )
+    verb = ("mpbridge", "on-cpu", "--target", "b200", "--te", release_or_skip(OLDEST))
+    return ran(*launcher, "-m", *verb, str(script), *arguments, cwd=folder or Path(script).parent)
 
 
 def test_processes_that_a_script_spawns_play_the_same_machine(tmp_path) -> None:
@@ -73,10 +61,7 @@ def test_processes_that_a_script_spawns_play_the_same_machine(tmp_path) -> None:
 def test_a_conftest_that_fails_is_all_that_a_test_run_says(tmp_path) -> None:
     (tmp_path / "conftest.py").write_text("import no_such_module", encoding="utf-8")
     played = ("-p", "mpbridge.te_cpu.pytest_plugin", "--played", "h100", "--te", release_or_skip(OLDEST))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "pytest", *played, "-c", os.devnull, str(tmp_path)],
-        env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = ran("-m", "pytest", *played, "-c", os.devnull, str(tmp_path), timeout=300)
     assert "No module named 'no_such_module'" in done.stderr
     assert "Exception ignored" not in done.stderr
 
@@ -110,11 +95,8 @@ def test_a_module_runs_in_the_place_of_a_script_and_what_lies_beside_transformer
     assert done.returncode == 0, done.stderr[-3000:]
     asked, found = done.stdout.splitlines()[-2:]
     assert asked == "['-m', '--flag'] B200"
-    assert found.split() == [
-        str(checkout / "shadowed.py"),
-        package.version,
-        str(beside / "transformer_engine/__init__.py"),
-    ]
+    places = checkout / "shadowed.py", package.version, beside / "transformer_engine/__init__.py"
+    assert found.split() == [str(one) for one in places]
 
 
 def _command(script: str) -> None:
@@ -198,19 +180,9 @@ def test_ranks_have_their_devices_send_fp8_as_it_is_and_end_when_one_fails(tmp_p
 
 
 def test_check_says_that_the_target_is_played() -> None:
-    te = release_or_skip(OLDEST)
-    command = [sys.executable, "-m", "mpbridge", "check", "--recipe", "bf16_with_fp8_delayed_scaling_mixed"]
-    command.append("ddp.use_distributed_optimizer=true")
-    for more, played in (["--emulate", "te", "--te", te], True), ([], False):
-        done = subprocess.run(
-            [*command, *more, "--target", "h100"],
-            cwd=ROOT,
-            env=environment() | {"COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=840,
-            check=False,
-        )
+    command = ["-m", "mpbridge", "check", "--recipe", "bf16_with_fp8_delayed_scaling_mixed", "--target", "h100"]
+    for more, played in (["--emulate", "te", "--te", release_or_skip(OLDEST)], True), ([], False):
+        done = ran(*command, *more, "ddp.use_distributed_optimizer=true", COLUMNS="200")
         assert done.returncode == 0, done.stdout + done.stderr
         said = "here   played by Transformer Engine 2.11.0's own Python on the CPU"
         assert (said in done.stdout) is played

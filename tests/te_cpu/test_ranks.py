@@ -1,18 +1,14 @@
 """`--ranks N` of the pytest plugin: worlds that a test run starts itself."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from mpbridge.te_cpu import ranks
-from tests.te_cpu.wheels import NEWEST, ROOT, environment, release_or_skip
+from tests.te_cpu.wheels import NEWEST, environment, ran, release_or_skip
 
 THEIRS = """
 import os, subprocess, sys
@@ -138,24 +134,19 @@ def test_after_all_that():
 def test_one_report_for_all_ranks_and_none_hangs(tmp_path: Path, size: int) -> None:
     te = release_or_skip(NEWEST)
     (tmp_path / "test_theirs.py").write_text(THEIRS, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-p", "mpbridge.te_cpu.pytest_plugin", "--played", "h100", "--te", te]
+    command = ["-m", "pytest", "-p", "mpbridge.te_cpu.pytest_plugin", "--played", "h100", "--te", te]
     command += ["--ranks", str(size), "--ranks-grace", "3", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull]
-    done = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), "test_theirs.py"],
-        env={**environment(), "SIZE": str(size), "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=840, check=False, cwd=tmp_path,
-    )  # fmt: skip
+    done = ran(*command, "--rootdir", str(tmp_path), "test_theirs.py", cwd=tmp_path, SIZE=str(size))
     said = done.stdout
     assert "3 failed, 9 passed, 1 skipped" in said, said + done.stderr
     assert done.returncode == 1
-    for test in ("test_one_rank_fails_while_the_others_wait_for_it", "test_one_rank_fails", "test_a_rank_dies"):
-        assert f"FAILED test_theirs.py::{test} " in said
-    assert "rank 1 failed, and 3 s later not all had finished" in said
-    assert "rank 0: waits" in said
-    assert "in test_one_rank_fails_while_the_others_wait_for_it" in said, "where the rank waits"
-    assert "AssertionError: wrong here" in said
-    assert f"failed on 0 of {size}" in said
-    assert "rank 0 ended with status 9" in said
+    words = [
+        *(f"FAILED test_theirs.py::test_{name} " for name in ("one_rank_fails_while_the_others_wait_for_it", "one_rank_fails", "a_rank_dies")),
+        "rank 1 failed, and 3 s later not all had finished", "rank 0: waits",
+        "in test_one_rank_fails_while_the_others_wait_for_it",  # where the rank waits
+        "AssertionError: wrong here", f"failed on 0 of {size}", "rank 0 ended with status 9",
+    ]  # fmt: skip
+    assert [word for word in words if word not in said] == []
     for rank in range(size):
         left = Path(f"/proc/{(tmp_path / f'left{rank}').read_text()}/stat")
         stop = time.monotonic() + 60

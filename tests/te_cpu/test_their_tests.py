@@ -1,13 +1,9 @@
 """`scripts/evidence/te_tests.py`, which runs Transformer Engine's own tests from a clone, on a clone made up here."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.forked import python
-from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
+from tests.te_cpu.wheels import OLDEST, ROOT, environment, ran, release_or_skip
 
 MADE_UP = """
 import os, signal
@@ -68,20 +64,10 @@ def test_a_killed_process_fails_one_test_and_the_others_run_in_a_sound_environme
     tests.mkdir(parents=True)
     (tests / "test_recipe.py").write_text(MADE_UP, encoding="utf-8")
     (tests / "test_custom_recipe.py").write_text("import a_package_of_nobody", encoding="utf-8")
-    command = [
-        sys.executable,
-        str(ROOT / "scripts/evidence/te_tests.py"),
-        str(tmp_path / "clone"),
-        "test_custom_recipe.py",
-        "test_recipe.py",
-        "--te",
-        te,
-    ]
-    command += ["--store", str(tmp_path / "store"), "--minutes", "1", "--least", "15", "--each", "60"]
+    command = [str(ROOT / "scripts/evidence/te_tests.py"), "clone", "test_custom_recipe.py", "test_recipe.py"]
+    command += ["--te", te, "--store", "store", "--minutes", "1", "--least", "15", "--each", "60"]
     command += ["--again", "failed", "--show", "9"]  # does not try the killed one for ever
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=840, check=False, cwd=tmp_path
-    )
+    done = ran(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| test_recipe | B200 | 15 | 15 | 13 | 2 | 0 |" in done.stdout
     assert "test_custom_recipe.py imports a_package_of_nobody, which is not installed" in done.stderr

@@ -1,7 +1,5 @@
 """Two processes over Transformer Engine: sharded weights at rest, gathers in FP8, tensor, pipeline and expert parallelism, audited in every step."""
 
-from __future__ import annotations
-
 import json
 import math
 

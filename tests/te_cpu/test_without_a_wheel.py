@@ -1,7 +1,5 @@
 """What is said where Transformer Engine is missing, incomplete, unknown or asked to play something that does not exist. Needs no wheel."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

@@ -3,8 +3,6 @@
 two_ranks.py MACHINE TE NAME ...
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -92,9 +90,8 @@ def main() -> None:
                 config = ConfigContainer.load(ROOT / f"configs/{model}.yaml", chosen)
                 summary = mpbridge.pretrain(config.resolved(world_size=dist.get_world_size()), quiet=True)
                 if dist.get_rank() == 0:
-                    print(
-                        json.dumps({"name": name, "first": summary.first_loss, "last": summary.last_loss}), flush=True
-                    )
+                    said = {"name": name, "first": summary.first_loss, "last": summary.last_loss}
+                    print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Where Transformer Engine's wheels lie for these tests: what MPBRIDGE_TE_PATH names, and the folders that scripts/test.sh makes in .te."""
 
-from __future__ import annotations
-
 import os
+import subprocess
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -23,6 +22,15 @@ def environment() -> dict[str, str]:
     """For a process in which Transformer Engine is to be played; this one stays without."""
     path = [part for part in (os.environ.get(VARIABLE, ""), *FOLDERS) if part]
     return {**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: os.pathsep.join(path)}
+
+
+def ran(*command: str, cwd: Path = ROOT, timeout: float = 840, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What a Python with these arguments said, in a process that can play. variables: of its environment, beside PYTHONPATH, where the checkout is first."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *command], cwd=cwd, env=environment() | {"PYTHONPATH": path} | variables,
+        capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
 
 
 def release_or_skip(te: str) -> str:

@@ -1,7 +1,5 @@
 """Where megatron-core runs: on CUDA as it is, or on a CPU through one context manager."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 

@@ -1,7 +1,5 @@
 """Operations that all ranks of a job take part in: agree on a number, take the first rank's result, gather every rank's value; and gloo's devices and coalesced collectives."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools
@@ -88,15 +86,8 @@ def on_first_rank(act: Callable[[], T]) -> T:
 
 
 _GONE = (
-    "closed by peer",
-    "connection reset",
-    "timed out",
-    "timeout",
-    "broken pipe",
-    "no response",
-    "unable to reach",
-    "socket closed",
-)
+    "closed by peer", "connection reset", "timed out", "timeout", "broken pipe", "no response", "unable to reach", "socket closed",
+)  # fmt: skip
 """Messages of several back ends' process groups when a rank does not respond."""
 
 
@@ -310,12 +301,8 @@ def one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -
     finally:
         collected = state.pop(group)
     for one in collected:
-        name = one.op.__name__
-        if "gather" in name:
-            pending.append(one.op(one.dst_tensor, one.tensor, group=group, async_op=True))
-        elif "scatter" in name:
-            pending.append(one.op(one.dst_tensor, one.tensor, op=one.redop, group=group, async_op=True))
-        else:
-            pending.append(one.op(one.tensor, op=one.redop, group=group, async_op=True))
+        tensors = (one.tensor,) if one.dst_tensor is None else (one.dst_tensor, one.tensor)
+        how = {} if "gather" in one.op.__name__ else {"op": one.redop}
+        pending.append(one.op(*tensors, **how, group=group, async_op=True))
     if not async_ops:
         pending.wait()

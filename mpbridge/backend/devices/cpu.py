@@ -1,11 +1,9 @@
 """megatron-core on a CPU with gloo: one context manager that redirects CUDA calls and restores every one."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +13,7 @@ from mpbridge.backend.devices.collectives import gloo_patches, one_by_one
 from mpbridge.backend.devices.redirect import NullStream, cuda_patches, get_state, set_state, split_sizes
 from mpbridge.backend.megatron import process as megatron
 from mpbridge.common.errors import BadValue
-from mpbridge.common.upstream import MISSING, Patch, Replacement
+from mpbridge.common.upstream import MISSING, Replacement
 
 
 class _StandIn:
@@ -50,17 +48,14 @@ class _StandIn:
                 sys.modules[megatron.FUSED_ADAM_MODULE] = self._hidden
 
 
-def _core_patches() -> Iterable[Patch]:
-    return megatron.cpu_patches(
-        get_state=get_state, set_state=set_state, split_sizes=split_sizes, stream=NullStream(), coalescing=one_by_one
-    )
-
-
 class _Device:
     """The redirections and the process-wide torch state that megatron-core changes and does not restore."""
 
     def __init__(self) -> None:
-        self.replacement = Replacement(lambda: [*cuda_patches(), *gloo_patches(), *_core_patches()])
+        ours = {"get_state": get_state, "set_state": set_state, "split_sizes": split_sizes, "coalescing": one_by_one}
+        self.replacement = Replacement(
+            lambda: [*cuda_patches(), *gloo_patches(), *megatron.cpu_patches(**ours, stream=NullStream())]
+        )
         self._flags: tuple[Any, torch.dtype] | None = None
 
     def enter(self) -> None:

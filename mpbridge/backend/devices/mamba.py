@@ -1,6 +1,4 @@
-"""`mamba_ssm` and `causal_conv1d` on a CPU: modules with the names that megatron-core's Mamba layers import, over `mpbridge.backend.devices.mamba`."""
-
-from __future__ import annotations
+"""`mamba_ssm` and `causal_conv1d` on a CPU, in plain torch: modules with the names that megatron-core's Mamba layers import."""
 
 import importlib.machinery
 import importlib.util
@@ -84,17 +82,10 @@ def _passed(added: torch.Tensor, last: torch.Tensor, initial: torch.Tensor | Non
 
 
 def causal_conv1d_fn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    seq_idx: Any = None,
-    initial_states: Any = None,
-    return_final_states: bool = False,
-    final_states_out: Any = None,
-    activation: str | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: str | None = None, **more: Any
+) -> torch.Tensor:  # fmt: skip
     """[batch, channels, tokens]: each channel convolved with its `weight` [channels, width] over earlier tokens, in FP32, rounded once. Raises Refused for packed sequences and states."""
-    _only(seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states)
+    _only(**more)
     width = weight.shape[-1]
     wide = None if bias is None else bias.float()
     out = F.conv1d(x.float(), weight.float().unsqueeze(1), wide, padding=width - 1, groups=weight.shape[0])
@@ -112,17 +103,16 @@ def mamba_chunk_scan_combined(
     D: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
+    *,
     initial_states: torch.Tensor | None = None,
-    seq_idx: Any = None,
-    cu_seqlens: Any = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
+    **more: Any,
 ) -> Any:
     """`scan`'s first result, with its last if the final states are asked for. Raises Refused for packed sequences."""
-    _only(seq_idx=seq_idx, cu_seqlens=cu_seqlens, return_varlen_states=return_varlen_states)
+    _only(**more)
     out, _, state = scan(
         x, dt, A, B, C, chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, initial=initial_states, limit=dt_limit, state_dtype=state_dtype
     )  # fmt: skip
@@ -137,23 +127,18 @@ def mamba_split_conv1d_scan_combined(
     A: torch.Tensor,
     D: torch.Tensor,
     chunk_size: int,
-    initial_states: Any = None,
-    seq_idx: Any = None,
+    *,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
     activation: str = "silu",
-    rmsnorm_weight: Any = None,
     rmsnorm_eps: float = 1e-6,
-    outproj_weight: Any = None,
-    outproj_bias: Any = None,
     headdim: int | None = None,
     ngroups: int = 1,
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
+    **more: Any,
 ) -> torch.Tensor:
     """[batch, tokens, heads x channels] from a projection [batch, tokens, z x B C dt]: convolution, scan and gate. Raises Refused for what megatron-core does not use in training."""
-    _only(seq_idx=seq_idx, initial_states=initial_states, return_final_states=return_final_states)
-    _only(rmsnorm_weight=rmsnorm_weight, outproj_weight=outproj_weight, outproj_bias=outproj_bias)
+    _only(**more)
     channels = headdim if D.dim() == 1 else D.shape[1]
     rest = (chunk_size, activation, channels, ngroups, dt_limit, state_dtype)
     out: torch.Tensor = _Recomputed.apply(_split, rest, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)  # type: ignore[no-untyped-call]
@@ -221,12 +206,11 @@ class RMSNorm(torch.nn.Module):
         eps: float = 1e-5,
         group_size: int | None = None,
         norm_before_gate: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        **made: Any,
     ) -> None:
         super().__init__()
         self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, **made))
         self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
@@ -238,9 +222,8 @@ class RMSNorm(torch.nn.Module):
 
 def _only(**given: Any) -> None:
     """Raises Refused for arguments that the functions here do not follow."""
-    asked = [
-        f"{name}={type(value).__name__}" for name, value in given.items() if value is not None and value is not False
-    ]
+    there = {name: value for name, value in given.items() if value is not None and value is not False}
+    asked = [f"{name}={type(value).__name__}" for name, value in there.items()]
     if asked:
         raise Refused(
             f"{', '.join(asked)}: on a CPU Mamba's kernels are followed for training on whole sequences alone: leave packed sequences, initial states and "
@@ -254,9 +237,8 @@ _IN_CORE = "megatron.core.inference.contexts.attention_context.triton.tensor_ops
 
 def _absent(name: str) -> Any:
     def refuse(*given: Any, **named: Any) -> None:
-        raise Refused(
-            f"{name} is a kernel for inference: on a CPU Mamba layers are trained and evaluated on whole sequences"
-        )
+        whole = "on a CPU Mamba layers are trained and evaluated on whole sequences"
+        raise Refused(f"{name} is a kernel for inference: {whole}")
 
     refuse.__name__ = name
     return refuse

@@ -22,34 +22,10 @@ from mpbridge.common.upstream import Patch
 
 CPU = torch.device("cpu")
 
-FACTORIES = [
-    "arange",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "as_tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-]
+FACTORIES = (
+    "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "randperm", "scalar_tensor", "tensor", "as_tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+)  # fmt: skip
 """torch functions that take device= and pin_memory=; megatron-core passes device="cuda" to tensor, zeros, ones, full and empty."""
 
 MATMULS = ("matmul", "bmm", "mm", "baddbmm", "addmm", "einsum")
@@ -65,6 +41,10 @@ def names_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing."""
+
+
 class HostEvent:
     """A CUDA event of a device that runs in order: complete once it is recorded. Times between two of them are the host's."""
 
@@ -76,11 +56,7 @@ class HostEvent:
         """Takes the time."""
         self.at = time.perf_counter()
 
-    def wait(self, *args: Any) -> None:
-        """Does nothing."""
-
-    def synchronize(self) -> None:
-        """Does nothing."""
+    wait = synchronize = nothing
 
     def query(self) -> bool:
         """True: whatever was recorded has completed."""
@@ -104,14 +80,7 @@ class NullStream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, *args: Any) -> None:
-        """Does nothing."""
-
-    def wait_event(self, *args: Any) -> None:
-        """Does nothing."""
-
-    def synchronize(self) -> None:
-        """Does nothing."""
+    wait_stream = wait_event = synchronize = nothing
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
         """The event, recorded."""
@@ -168,11 +137,7 @@ def widened(product: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(product)
     def multiply(*args: Any, **kwargs: Any) -> Any:
         # einsum's first operand comes after the equation
-        first = (
-            args[0]
-            if args and isinstance(args[0], torch.Tensor)
-            else next((a for a in args if isinstance(a, torch.Tensor)), None)
-        )
+        first = next((one for one in args if isinstance(one, torch.Tensor)), None)
         if first is None or first.dtype is not torch.float16:
             return product(*args, **kwargs)
         out = kwargs.pop("out", None)
@@ -242,10 +207,6 @@ class CpuAutocast(torch.autocast):
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if names_cuda(device_type) else device_type, *args, **kwargs)
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing."""
 
 
 def split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -15,8 +15,10 @@ import torch
 
 from mpbridge.backend.devices import device_layer
 from mpbridge.backend.devices.products import hold
-from mpbridge.backend.engines.contract import Batch
+from mpbridge.backend.engines import shard_state
+from mpbridge.backend.engines.contract import Batch, StepResult
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
+from mpbridge.backend.engines.parallel import from_last_stage, mean_over_data
 from mpbridge.backend.megatron.inside_optimizer import gradients, gradients_for_norm, parts, set_moment_dtypes
 from mpbridge.common.formats import DType
 from mpbridge.planning.rules.table import require_here
@@ -87,10 +89,9 @@ def keep_moments(optimizer: Any, policy: PrecisionPolicy) -> None:
     """Makes FusedAdam keep its moments in the policy's dtypes: megatron-core passes them on only with its precision-aware optimizer."""
     if not policy.narrow_alone:
         return
+    dtypes = {role: (getattr(policy, role) or DType.FP32).torch() for role in ("exp_avg", "exp_avg_sq")}
     for part in parts(optimizer):
-        set_moment_dtypes(
-            part, {role: (getattr(policy, role) or DType.FP32).torch() for role in ("exp_avg", "exp_avg_sq")}
-        )
+        set_moment_dtypes(part, dtypes)
 
 
 def grad_norm(optimizer: Any) -> float | torch.Tensor:
@@ -171,6 +172,23 @@ class BaseEngine(ABC):
     def _build(self, backend: Any) -> None:
         """Sets model, optimizer and configs."""
 
+    @abstractmethod
+    def _zero_grad(self) -> None:
+        """Makes model and optimizer ready for a step's first backward pass."""
+
+    @abstractmethod
+    def _update(self) -> tuple[bool, float | None]:
+        """(applied, global gradient norm before clipping or None)."""
+
+    def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
+        """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
+        with self._stepping():
+            self._zero_grad()
+            scale, lr = float(self.optimizer.get_loss_scale()), learning_rate(self.optimizer)
+            loss = self._schedule(batches, microbatches, forward_only=False)
+            applied, norm = self._update()
+            return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
+
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
         """Mean loss in nats per token over the micro-batches and the data-parallel group; no weight is updated."""
         with self._stepping(), torch.no_grad():
@@ -182,22 +200,20 @@ class BaseEngine(ABC):
         """One pass of megatron-core's schedule; the mean loss, the same on every rank."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from mpbridge.backend.engines.parallel import from_last_stage, mean_over_data
         from mpbridge.backend.megatron.inside_model import first_microbatch
 
         if self.run.policy.quantized:
             first_microbatch(self.model)
         several = len(self.model) > 1  # every interleaved chunk reads each micro-batch
+        per_token, length = self.configs.model.calculate_per_token_loss, self.run.facts.shape.seq_length
         losses = get_forward_backward_func()(
-            forward_step_func=partial(
-                forward_step, self._device, per_token=self.configs.model.calculate_per_token_loss
-            ),
+            forward_step_func=partial(forward_step, self._device, per_token=per_token),
             data_iterator=list(itertools.tee(batches, len(self.model))) if several else batches,
             model=self.model if several else self.model[0],
             num_microbatches=microbatches,
-            seq_length=self.run.facts.shape.seq_length,
+            seq_length=length,
             micro_batch_size=self.run.facts.micro_batch_size,
-            decoder_seq_length=self.run.facts.shape.seq_length,
+            decoder_seq_length=length,
             forward_only=forward_only,
         )
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self._device)
@@ -232,31 +248,32 @@ class ShardedEngine(BaseEngine):
     def state(self, *, loading: bool = False) -> dict[str, Any]:
         """Sharded state dict: 'model' as the optimizer holds it; 'optimizer' with main weights and moments in FP32, regardless of how the recipe stores them,
         and the loss scaler."""
-        from mpbridge.backend.engines.shard_state import optimizer_state, parameter_state
-
         with self._layer():
-            return {
-                "model": parameter_state(self.optimizer),
-                "optimizer": optimizer_state(self.optimizer, loading=loading),
-            }
+            own = shard_state.optimizer_state(self.optimizer, loading=loading)
+            return {"model": shard_state.parameter_state(self.optimizer), "optimizer": own}
+
+    def _zero_grad(self) -> None:
+        self.model[0].train()
+        self.optimizer.zero_grad()
+
+    def _update(self) -> tuple[bool, float | None]:
+        stepped: tuple[bool, float | None] = self.optimizer.step()
+        return stepped
 
     def close(self) -> None:
         """Frees tensors, torch's cached references to the mesh, and megatron-core's process-wide parallel state."""
-        from mpbridge.backend.engines.shard_state import forget_shardings
-
         try:
-            forget_shardings()  # first: the mesh's process groups are destroyed with the model, at a point where no collective is in flight
+            # first: the mesh's process groups are destroyed with the model, at a point where no collective is in flight
+            shard_state.forget_shardings()
         finally:
             super().close()
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
         """Loads what `state` returned; optimizer=False: weights only, main weights rebuilt from them."""
-        from mpbridge.backend.engines.shard_state import load_optimizer, load_parameters
-
         with self._stepping():
-            load_parameters(self.optimizer, state["model"])
+            shard_state.load_parameters(self.optimizer, state["model"])
             if optimizer:
-                load_optimizer(self.optimizer, state["optimizer"])
+                shard_state.load_optimizer(self.optimizer, state["optimizer"])
 
 
 def forget_amaxes() -> None:

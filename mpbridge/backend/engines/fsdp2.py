@@ -18,9 +18,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from mpbridge.backend.engines.base import ShardedEngine
-from mpbridge.backend.engines.contract import Batch, Live, StepResult
+from mpbridge.backend.engines.contract import Batch, Live
 from mpbridge.backend.engines.fsdp2_traits import TRAITS
+from mpbridge.backend.engines.parallel import ModelParallel
+from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
+from mpbridge.backend.engines.shard_state import live_shards
 from mpbridge.backend.megatron.inside_optimizer import never_decoupled, update_router_biases
+from mpbridge.backend.megatron.targets import build_targets, sections
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
@@ -44,8 +48,6 @@ class Fsdp2Engine(ShardedEngine):
     def _build(self, backend: Any) -> None:
         from megatron.core import parallel_state
 
-        from mpbridge.backend.engines.parallel import ModelParallel
-        from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
         from mpbridge.backend.models.gpt import fp32_modules, global_names, gpt_model
 
         if _ReduceScatter is None:
@@ -53,7 +55,10 @@ class Fsdp2Engine(ShardedEngine):
                 f"engine=fsdp2 needs a torch whose FSDP2 takes a reduce-scatter of the caller's (2.13 and 2.15 do, 2.6 does not), found {torch.__version__}: "
                 "install a newer torch, or use another engine"
             )
-        self.configs = _targets(self.run, cuda=self.cuda)
+        inputs = sections(self.run, cuda=self.cuda)
+        # megatron-core 0.16.1 accepts state dtypes only together with its distributed optimizer; nothing else reads the flag here
+        inputs["optimizer"]["use_distributed_optimizer"] = bool(self.run.policy.precision_aware)
+        self.configs = build_targets(self.run, cuda=self.cuda, inputs=inputs)
         # gradients are never on `decoupled_grad` here
         never_decoupled(self.configs.optimizer)
         self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)))
@@ -66,7 +71,8 @@ class Fsdp2Engine(ShardedEngine):
         if self.cuda:
             model.cuda(torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.reduced = shard(model, policy, data_mesh(group, cuda=self.cuda), kept)
+        mesh = DeviceMesh.from_group(group, "cuda" if self.cuda else "cpu", mesh_dim_names=("shard",))
+        self.reduced = shard(model, policy, mesh, kept)
         self.model = [model]
         self.optimizer = ShardOptimizer(
             dict(model.named_parameters()), policy, self.run.facts, self.configs.optimizer, group, cuda=self.cuda
@@ -77,18 +83,6 @@ class Fsdp2Engine(ShardedEngine):
             # gradients of earlier micro-batches then accumulate unsharded in the reduction's dtype; in a shard they would have the storage's
             config.no_sync_func = partial(_unsynced, model)
 
-    def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
-        """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
-        from mpbridge.backend.engines.base import learning_rate
-
-        with self._layer():
-            self.model[0].train()
-            self.optimizer.zero_grad()
-            scale, lr = self.optimizer.get_loss_scale(), learning_rate(self.optimizer)
-            loss = self._schedule(batches, microbatches, forward_only=False)
-            applied, norm = self.optimizer.step()
-            return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
-
     def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
         loss = super()._schedule(batches, microbatches, forward_only=forward_only)
         if forward_only:
@@ -97,18 +91,7 @@ class Fsdp2Engine(ShardedEngine):
 
     def tensors(self) -> Iterable[Live]:
         """Every tensor that plays a role, as it exists at this moment: local shards."""
-        from mpbridge.backend.engines.shard_state import live_shards
-
         return live_shards(self.model[0], self.optimizer)
-
-
-def _targets(run: Run, *, cuda: bool) -> Any:
-    from mpbridge.backend.megatron.targets import build_targets, sections
-
-    inputs = sections(run, cuda=cuda)
-    # megatron-core 0.16.1 accepts state dtypes only together with its distributed optimizer; nothing else reads the flag here
-    inputs["optimizer"]["use_distributed_optimizer"] = bool(run.policy.precision_aware)
-    return build_targets(run, cuda=cuda, inputs=inputs)
 
 
 @contextmanager
@@ -128,31 +111,6 @@ def _finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
 
 
 # --- units: which modules form one, and its MixedPrecisionPolicy ----------------------------------------------------------------------------
-def unit_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """How a layer computes and reduces gradients.
-
-    Inputs are not cast on entry: they are already in the compute dtype, and rotary angles must stay FP32 until their cosine is taken
-    (a position of 1000 rounds to a multiple of 4 in BF16).
-    """
-    return MixedPrecisionPolicy(
-        param_dtype=policy.compute.torch(),
-        reduce_dtype=policy.reduce.torch(),
-        output_dtype=policy.output.torch(),
-        cast_forward_inputs=False,
-    )
-
-
-def root_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """As `unit_policy`, but the model's output is FP32 (as in megatron-core's Float16Module): a loss in BF16 has three digits."""
-    return replace(unit_policy(policy), output_dtype=torch.float32)
-
-
-def fp32_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """A module named by `keep_fp32`: parameters, arithmetic and reduction in FP32; its output is cast for the BF16 modules that follow."""
-    wide = torch.float32
-    return replace(unit_policy(policy), param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=True)
-
-
 def refuse_mixed(kept: Mapping[torch.nn.Module, list[str]], names: Mapping[int, str]) -> None:
     """Raises BadValue for modules of which `keep_fp32` names some parameters but not others: a unit has one compute dtype."""
     faults = []
@@ -215,18 +173,21 @@ def shard(
 ) -> Counter[torch.dtype]:
     """Shards in place: modules kept in FP32, then each layer, then the rest. Returns the counter that the reductions fill."""
     seen: Counter[torch.dtype] = Counter()
-    units: list[Any] = []
-    if policy.compute is not DType.FP32:
-        for module in kept:
-            _allow(type(module))
-        units += [fully_shard(module, mesh=mesh, mp_policy=fp32_policy(policy)) for module in kept]
-    units += [fully_shard(layer, mesh=mesh, mp_policy=unit_policy(policy)) for layer in model.decoder.layers]
-    units.append(fully_shard(model, mesh=mesh, mp_policy=root_policy(policy)))
-    for unit in units:
+    wide = torch.float32
+    # inputs are not cast on entry: they are already in the compute dtype, and rotary angles must stay FP32 until their cosine is taken (a position of
+    # 1000 rounds to a multiple of 4 in BF16)
+    of_layer = MixedPrecisionPolicy(
+        param_dtype=policy.compute.torch(), reduce_dtype=policy.reduce.torch(), output_dtype=policy.output.torch(), cast_forward_inputs=False
+    )  # fmt: skip
+    # a kept module's output is cast for the BF16 modules that follow
+    of_kept = replace(of_layer, param_dtype=wide, reduce_dtype=wide, cast_forward_inputs=True)
+    # the model's output is FP32, as in megatron-core's Float16Module: a loss in BF16 has three digits
+    of_root = replace(of_layer, output_dtype=wide)
+    apart = [] if policy.compute is DType.FP32 else list(kept)
+    for module in apart:
+        _allow(type(module))
+    plan = [(module, of_kept) for module in apart] + [(layer, of_layer) for layer in model.decoder.layers]
+    for module, how in (*plan, (model, of_root)):
+        unit: Any = fully_shard(module, mesh=mesh, mp_policy=how)
         unit.set_custom_reduce_scatter(Reduced(seen))
     return seen
-
-
-def data_mesh(group: dist.ProcessGroup, *, cuda: bool) -> DeviceMesh:
-    """The one-dimensional mesh of a process group, on the training device."""
-    return DeviceMesh.from_group(group, "cuda" if cuda else "cpu", mesh_dim_names=("shard",))

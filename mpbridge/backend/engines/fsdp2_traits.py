@@ -1,7 +1,5 @@
 """The traits of `Fsdp2Engine`, and the rules that are checked for its runs only."""
 
-from __future__ import annotations
-
 from mpbridge.common.facts import ADAMS, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import EngineTraits

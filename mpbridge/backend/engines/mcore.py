@@ -1,15 +1,15 @@
 """The megatron-core engine: DistributedDataParallel with or without the distributed optimizer, on CUDA or the CPU device layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from mpbridge.backend.engines.base import BaseEngine, keep_moments, learning_rate, update
-from mpbridge.backend.engines.contract import Batch, Live, StepResult
+from mpbridge.backend.engines.base import BaseEngine, keep_moments, update
+from mpbridge.backend.engines.contract import Batch, Live
 from mpbridge.backend.engines.mcore_traits import TRAITS
+from mpbridge.backend.engines.optimizers import follow
+from mpbridge.backend.engines.parallel import ModelParallel, on_every_chunk
 from mpbridge.backend.megatron.inside_optimizer import (
     counted_gradients,
     emerging,
@@ -24,7 +24,8 @@ from mpbridge.backend.megatron.inside_optimizer import (
     refresh_mxfp8,
 )
 from mpbridge.backend.megatron.sharded import layer_by_layer
-from mpbridge.backend.models.gpt import global_names
+from mpbridge.backend.megatron.targets import build_targets
+from mpbridge.backend.models.gpt import build_chunks, global_names
 from mpbridge.common.facts import BESIDE_ADAM, STATE_ROLES
 from mpbridge.planning.memory.layers import frozen_apart
 
@@ -37,10 +38,6 @@ class McoreEngine(BaseEngine):
     def _build(self, backend: Any) -> None:
         from megatron.core.distributed import DistributedDataParallel
         from megatron.core.optimizer import get_megatron_optimizer
-
-        from mpbridge.backend.engines.parallel import ModelParallel
-        from mpbridge.backend.megatron.targets import build_targets
-        from mpbridge.backend.models.gpt import build_chunks
 
         targets = build_targets(self.run, cuda=self.cuda)
         instances = targets.ddp.num_distributed_optimizer_instances
@@ -64,8 +61,6 @@ class McoreEngine(BaseEngine):
         """Sets the functions that the schedules call: loss scaling, gradient finalisation, and the communication that overlaps with compute."""
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
-        from mpbridge.backend.engines.parallel import on_every_chunk
-
         config, ddp = self.configs.model, self.configs.ddp
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -76,14 +71,8 @@ class McoreEngine(BaseEngine):
         if ddp.overlap_param_gather and ddp.align_param_gather:
             config.param_sync_func = on_every_chunk([chunk.start_param_sync for chunk in self.model])
 
-    def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
-        """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
-        with self._layer():
-            self._zero_grad()
-            scale, lr = float(self.optimizer.get_loss_scale()), learning_rate(self.optimizer)
-            loss = self._schedule(batches, microbatches, forward_only=False)
-            applied, norm = update(self.optimizer)
-            return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
+    def _update(self) -> tuple[bool, float | None]:
+        return update(self.optimizer)
 
     def backward(self, batches: Iterator[Batch], *, microbatches: int) -> float:
         """Forward and backward without an update; the mean loss. The gradients are then in `counted_gradients`."""
@@ -120,9 +109,8 @@ class McoreEngine(BaseEngine):
         finally:
             for chunk in self.model:
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                    group.param_gather_dispatched = (
-                        False  # only a backward pass does: the next forward pass would not gather
-                    )
+                    # only a backward pass does: the next forward pass would not gather
+                    group.param_gather_dispatched = False
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters of this rank by their global name (layers counted over all pipeline stages, experts over all expert-parallel ranks)."""
@@ -141,12 +129,10 @@ class McoreEngine(BaseEngine):
 
     def _gather_parameters(self) -> None:
         """Brings the parameters up to date: with overlap_param_gather they are otherwise gathered in the next forward pass."""
-        if not self.configs.ddp.overlap_param_gather:
-            return
-        if self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag:
+        if self._through_gradients:
             refresh_mxfp8(self.model, self.optimizer)
-            return
-        gather_now(self.model)
+        elif self.configs.ddp.overlap_param_gather:
+            gather_now(self.model)
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
         """Sharded state dict of model ('model', or 'model0', ... if stages interleave) and 'optimizer', loss scaler included."""
@@ -154,32 +140,31 @@ class McoreEngine(BaseEngine):
             self._gather_parameters()
             allocate_moments(self.optimizer)
             metadata = self._metadata()
-            keys = ["model"] if len(self.model) == 1 else [f"model{i}" for i in range(len(self.model))]
-            state = {
-                key: bare(chunk).sharded_state_dict(metadata=metadata)
-                for key, chunk in zip(keys, self.model, strict=True)
-            }
+            state = {key: bare(chunk).sharded_state_dict(metadata=metadata) for key, chunk in self._chunks().items()}
             parts = state["model"] if len(self.model) == 1 else dict(state)
             with in_order(self.optimizer), factors_stored():
                 own = self.optimizer.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
             state["optimizer"] = layer_by_layer(own) if frozen_apart(self.run.policy, self.run.facts) else own
             return state
 
+    def _chunks(self) -> dict[str, Any]:
+        """By their keys in a state."""
+        return {"model" if len(self.model) == 1 else f"model{i}": chunk for i, chunk in enumerate(self.model)}
+
     def _metadata(self) -> dict[str, Any]:
         from megatron.core import parallel_state
 
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # fully reshardable: main weights and moments are stored like the model's parameters, so another parallel layout can read them
-        kind = (
-            {"distrib_optim_sharding_type": "fully_reshardable"} if self.configs.ddp.use_distributed_optimizer else {}
-        )
+        sharded = self.configs.ddp.use_distributed_optimizer
+        kind = {"distrib_optim_sharding_type": "fully_reshardable"} if sharded else {}
         return {**kind, "dp_cp_group": group, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
         """Loads what `state` returned; optimizer=False: weights only, main weights rebuilt from them."""
         with self._layer():
-            for i, chunk in enumerate(self.model):
-                bare(chunk).load_state_dict(state["model" if len(self.model) == 1 else f"model{i}"], strict=True)
+            for key, chunk in self._chunks().items():
+                bare(chunk).load_state_dict(state[key], strict=True)
             if optimizer:
                 with in_order(self.optimizer):
                     self.optimizer.load_state_dict(state["optimizer"])
@@ -277,16 +262,9 @@ def forget_main_weights(optimizer: Any) -> None:
     """Makes FusedAdam's own main weights follow the parameters again; megatron-core's `reload_model_params` does not update them."""
     for part in parts(optimizer):
         inner = part.optimizer
-        if not getattr(inner, "master_weights", False):
-            continue
-        for parameter, state in inner.state.items():
-            if "master_param" not in state:
-                continue
-            if state["master_param"].dtype is torch.int16:
-                # a parameter that was just loaded equals its main weight: the remainder is zero
-                state["master_param"].zero_()
-            else:
-                inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
+        if getattr(inner, "master_weights", False):
+            for parameter, state in inner.state.items():
+                follow(inner, parameter, state.get("master_param"))
 
 
 def allocate_moments(optimizer: Any) -> None:

@@ -1,7 +1,5 @@
 """The traits of `McoreEngine`."""
 
-from __future__ import annotations
-
 from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.traits import EngineTraits
 from mpbridge.planning.memory.keeps import STATES

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpbridge.backend.engines.base import ShardedEngine
-from mpbridge.backend.engines.contract import Batch, Live, StepResult
+from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.engines.megatron_fsdp_traits import TRAITS
+from mpbridge.backend.engines.parallel import ModelParallel
+from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
+from mpbridge.backend.engines.shard_state import live_states
 from mpbridge.backend.megatron import inside_fsdp as inside
 from mpbridge.backend.megatron.inside_optimizer import never_decoupled
-from mpbridge.backend.megatron.targets import sections
+from mpbridge.backend.megatron.targets import build_targets, sections
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -41,9 +44,6 @@ class MegatronFsdpEngine(ShardedEngine):
         from megatron.core import parallel_state
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
-        from mpbridge.backend.engines.parallel import ModelParallel
-        from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
-        from mpbridge.backend.megatron.targets import build_targets
         from mpbridge.backend.models.gpt import build_chunks
 
         run = self.run
@@ -59,15 +59,8 @@ class MegatronFsdpEngine(ShardedEngine):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if group.size() == 1:
             inside.do_not_reduce(wrapped)
-        self.optimizer = ShardOptimizer(
-            inside.parameters(wrapped),
-            run.policy,
-            run.facts,
-            self.configs.optimizer,
-            group,
-            cuda=self.cuda,
-            offset=partial(inside.offset, wrapped),
-        )
+        made = (inside.parameters(wrapped), run.policy, run.facts, self.configs.optimizer, group)
+        self.optimizer = ShardOptimizer(*made, cuda=self.cuda, offset=partial(inside.offset, wrapped))
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         if self.configs.ddp.data_parallel_sharding_strategy != "optim":
@@ -75,44 +68,33 @@ class MegatronFsdpEngine(ShardedEngine):
             # for two processes only (observed with four); without it they are reduced once
             config.no_sync_func = wrapped.no_sync
 
-    def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
-        """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
-        from mpbridge.backend.engines.base import learning_rate
+    def _zero_grad(self) -> None:
+        self.model[0].train()
+        self.model[0].zero_grad_buffer()
 
-        with self._stepping():
-            wrapped = self.model[0]
-            wrapped.train()
-            wrapped.zero_grad_buffer()
-            scale, lr = self.optimizer.get_loss_scale(), learning_rate(self.optimizer)
-            loss = self._schedule(batches, microbatches, forward_only=False)
-            applied, norm = self.optimizer.step()
-            self._install()
-            return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
+    def _update(self) -> tuple[bool, float | None]:
+        found = super()._update()
+        self._install()
+        return found
 
     def _install(self) -> None:
         """Copies main weights into the model's weights and starts the first gather."""
         inside.install_main_weights(self.model[0])
         self.model[0].start_param_sync()
-        if not self.cuda:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Waits for gathers in flight: gloo's threads would otherwise write into freed memory."""
-        inside.settle(self.model[0])
+        if not self.cuda:  # gloo's threads would otherwise write into freed memory
+            inside.settle(self.model[0])
 
     def close(self) -> None:
         """Frees tensors and megatron-core's process-wide parallel state, after waiting for gathers in flight."""
         if self.model and not self.cuda:
             with self._stepping():
-                self._settle()
+                inside.settle(self.model[0])
         for wrapped in self.model:
             inside.release(wrapped)
         super().close()
 
     def tensors(self) -> Iterable[Live]:
         """Every tensor that plays a role, as it exists at this moment: the wrapper's buffers and the optimizer's states, local shards."""
-        from mpbridge.backend.engines.shard_state import live_states
-
         buffers = [Live(role=role, parameter=name, tensor=tensor) for role, name, tensor in inside.held(self.model[0])]
         yield from buffers
         yield from _copied_gradients(self.optimizer.shards, buffers)

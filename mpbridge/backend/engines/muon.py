@@ -1,8 +1,6 @@
 """torch.optim.Muon on local shards: momentum where the weights are, and each matrix orthogonalized whole."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,24 +40,15 @@ class ShardMuon(_Muon):  # type: ignore[misc]
             )
         scale, own = _SCALES[config.muon_scale_mode]
         nesterov = getattr(config, "muon_nesterov", None)  # its name since 0.17
-        super().__init__(
-            groups,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_use_nesterov if nesterov is None else nesterov,
-            ns_steps=config.muon_num_ns_steps,
-            adjust_lr_fn=scale,
-        )
+        how = {"momentum": config.muon_momentum, "ns_steps": config.muon_num_ns_steps, "adjust_lr_fn": scale}
+        how["nesterov"] = config.muon_use_nesterov if nesterov is None else nesterov
+        super().__init__(groups, lr=config.lr, weight_decay=config.weight_decay, **how)
         self.whole, self.shards, self.factor = whole, shards, config.muon_extra_scale_factor / own
         self.split = split_of(config, shape)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: None = None) -> None:
         """One update of every matrix with a gradient; a collective over the ranks that share the matrices."""
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for name, matrix in self.whole.items():
             if matrix.grad is None:
@@ -71,7 +60,6 @@ class ShardMuon(_Muon):  # type: ignore[misc]
                 group = group_of[id(shard)]
                 shard.mul_(1 - group["lr"] * group["weight_decay"])
                 shard.add_(part_of(matrix, self._moved(name, direction, group)))
-        return None
 
     def direction(self, shard: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
         """What is orthogonalized, on this rank: the momentum after this gradient, looked ahead under Nesterov."""
@@ -82,21 +70,15 @@ class ShardMuon(_Muon):  # type: ignore[misc]
         kept: torch.Tensor = state["momentum_buffer"].lerp_(shard.grad, 1 - group["momentum"])
         return shard.grad.lerp(kept, group["momentum"]) if group["nesterov"] else kept
 
-    def parts(self, name: str, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices that are orthogonalized for a parameter: itself, or its queries, keys and values, as copies."""
-        return parts_of(name, matrix, self.split)
-
     def _moved(self, name: str, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The change of the whole matrix: torch's own update of zeros by that direction, without momentum."""
         found = []
-        for one in self.parts(name, direction):
+        for one in parts_of(name, direction, self.split):
             zeros = torch.nn.Parameter(torch.zeros_like(one))
             zeros.grad = one
-            same = {option: group[option] for option in _SAME}
-            made: Any = torch.optim.Muon(
-                [zeros], lr=group["lr"] * self.factor, weight_decay=0.0, momentum=0.0, nesterov=False, **same
-            )
-            made.step()
+            same = {option: group[option] for option in _SAME} | {"lr": group["lr"] * self.factor}
+            update: Any = torch.optim.Muon([zeros], weight_decay=0.0, momentum=0.0, nesterov=False, **same)
+            update.step()
             found.append(zeros.detach())
         if len(found) == 1:
             return found[0]

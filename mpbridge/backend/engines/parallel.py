@@ -1,7 +1,5 @@
 """Process groups, megatron-core's parallel state and seeds: set up for one engine, and restored completely."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -39,9 +37,8 @@ def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
         dist.init_process_group(backend, timeout=timeout)
     else:
         # no rendezvous, so no port: many single-process runs share a machine
-        dist.init_process_group(
-            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return True
 
 
@@ -74,7 +71,16 @@ class ModelParallel:
             layout = (dist.group.WORLD, sizes, optimizer_instances)
             known = _LAYOUTS.get(layout)
             if known is None:
-                _initialize(sizes, optimizer_instances)
+                parallel_state.initialize_model_parallel(
+                    sizes.tensor,
+                    sizes.pipeline,
+                    sizes.virtual_pipeline,
+                    context_parallel_size=sizes.context,
+                    expert_model_parallel_size=sizes.expert,
+                    expert_tensor_parallel_size=sizes.expert_tensor,
+                    num_distributed_optimizer_instances=optimizer_instances,
+                    distributed_timeout_minutes=_patience,
+                )
                 _LAYOUTS[layout] = process.layout()
             else:
                 process.restore(known)
@@ -94,21 +100,6 @@ class ModelParallel:
             if value is not None:
                 os.environ[name] = value
         gc.collect()
-
-
-def _initialize(sizes: Parallel, optimizer_instances: int) -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(
-        sizes.tensor,
-        sizes.pipeline,
-        sizes.virtual_pipeline,
-        context_parallel_size=sizes.context,
-        expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=sizes.expert_tensor,
-        num_distributed_optimizer_instances=optimizer_instances,
-        distributed_timeout_minutes=_patience,
-    )
 
 
 def seed_everything(seed: int) -> None:

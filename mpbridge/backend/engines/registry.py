@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mpbridge.backend.engines.contract import Batch, Engine, StepResult
 from mpbridge.backend.megatron.emulated_linears import emulation_for
@@ -27,8 +27,10 @@ def build_engine(run: Run) -> Engine:
 
     Requires an active device layer (`mpbridge.backend.devices.device_layer`) and an initialised process group (`parallel.start_process_group`).
     """
+    kind = engine_class(run.facts.engine)
     try:
-        return build_emulated(engine_class(run.facts.engine), run)
+        emulation = _linears_for(run)
+        return kind.build(run) if emulation is None else _built_around(kind, run, emulation)
     except Exception as fault:
         if (place := _in_megatron(fault)) is None or isinstance(fault, MpbridgeError):
             raise
@@ -51,16 +53,8 @@ PART = "emulation"
 """Key in the engine state of scales, amax histories and the step counter of the random bits."""
 
 
-def build_emulated(kind: type[Engine], run: Run) -> Engine:
-    """An engine of `kind` for `run`, with emulated linears if the run asks for emulation and its recipe quantizes anything, or with torchao's linears if a
-    scaling needs them."""
-    emulation = _linears_for(run)
-    if emulation is None:
-        return kind.build(run)
-    return cast("Engine", EmulatedEngine.build_around(kind, run, emulation))
-
-
 def _linears_for(run: Run) -> Any:
+    """What makes emulated linears if the run asks for emulation and its recipe quantizes anything, or torchao's if a scaling needs them; otherwise None."""
     if any(quant.row.hardware.library == LIBRARY for quant in run.policy.quants):
         from mpbridge.backend.models.torchao_linears import TorchaoLinears
 
@@ -68,25 +62,25 @@ def _linears_for(run: Run) -> Any:
     return emulation_for(run)
 
 
+def _built_around(kind: Any, run: Run, emulation: Any) -> Any:
+    """An engine of class `kind` with the linears of `emulation`, which is attached."""
+    from mpbridge.backend.models.local_spec import CpuSpecProvider
+
+    # megatron-core's local modules on CUDA too: Transformer Engine's modules cannot take other GEMMs
+    engine = kind.build(run, backend=lambda config: emulation.backend(CpuSpecProvider(config)))
+    try:
+        emulation.attach(engine.model)
+    except BaseException:
+        engine.close()
+        raise
+    return EmulatedEngine(engine, emulation)
+
+
 class EmulatedEngine:
     """An engine whose linears are emulated; everything not defined here is the wrapped engine's."""
 
     def __init__(self, engine: Any, emulation: Any) -> None:
         self.engine, self.emulation = engine, emulation
-
-    @classmethod
-    def build_around(cls, kind: Any, run: Run, emulation: Any) -> Self:
-        """Builds an engine of class `kind` with the linears of `emulation`, and attaches the emulation."""
-        from mpbridge.backend.models.local_spec import CpuSpecProvider
-
-        # megatron-core's local modules on CUDA too: Transformer Engine's modules cannot take other GEMMs
-        engine = kind.build(run, backend=lambda config: emulation.backend(CpuSpecProvider(config)))
-        try:
-            emulation.attach(engine.model)
-        except BaseException:
-            engine.close()
-            raise
-        return cls(engine, emulation)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

@@ -1,7 +1,5 @@
 """Any torch optimizer on the local shards of DTensor parameters, with the global norm, clipping, loss scaling and megatron-core's parameter groups."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,12 +39,11 @@ def fused_adam(cuda: bool) -> Any:
 def fused_arguments(kept: Mapping[str, Holding]) -> dict[str, Any]:
     """FusedAdam's arguments for state dtypes, given `kept`: what is kept for the parameters (main weights, remainders, FP32 moments)."""
     main = kept.get("main_params")
-    masters = main is not None and main.owner == "optimizer"
-    remainders = masters and main is not None and main.dtype is DType.INT16
-    whole = masters and main is not None and not remainders
+    kept_by_it = None if main is None or main.owner != "optimizer" else main.dtype
+    remainders = kept_by_it is DType.INT16
     return {
-        "master_weights": masters,
-        "master_weight_dtype": main.dtype.torch() if main is not None and whole else torch.float32,
+        "master_weights": kept_by_it is not None,
+        "master_weight_dtype": torch.float32 if kept_by_it is None or remainders else kept_by_it.torch(),
         "store_param_remainders": remainders,
         "exp_avg_dtype": kept["exp_avg"].dtype.torch(),
         "exp_avg_sq_dtype": kept["exp_avg_sq"].dtype.torch(),
@@ -61,12 +58,9 @@ def _inner(
         return OWN[config.optimizer](groups, config)
     if facts.optimizer.name in MUONS or not fused(policy, facts.traits):
         return torchs_adam(groups, config)
-    arguments = without_duplicate(
-        [p for group in groups for p in group["params"]], fused_arguments(keeps_of(policy, facts))
-    )
-    optimizer: torch.optim.Optimizer = fused_adam(cuda)(
-        groups, adam_w_mode=config.decoupled_weight_decay, **_adam(config), **arguments
-    )
+    own = [p for group in groups for p in group["params"]]
+    arguments = without_duplicate(own, fused_arguments(keeps_of(policy, facts))) | _adam(config)
+    optimizer: torch.optim.Optimizer = fused_adam(cuda)(groups, adam_w_mode=config.decoupled_weight_decay, **arguments)
     return optimizer
 
 
@@ -152,13 +146,10 @@ class ShardOptimizer:
             if p.requires_grad and p._local_tensor.numel()
         }
         """Name -> view of this rank's part, for parameters that have one."""
-        name_of = {id(p): name for name, p in self.names.items()}
+        mine = {id(self.names[name]): shard for name, shard in self.shards.items()}
         # megatron-core's rules: no weight decay for biases and norms, multipliers, minimum rates
         groups = parameter_groups(self.names, config)
-        local = [
-            {**g, "params": [self.shards[name_of[id(p)]] for p in g["params"] if name_of[id(p)] in self.shards]}
-            for g in groups
-        ]
+        local = [{**group, "params": [mine[id(p)] for p in group["params"] if id(p) in mine]} for group in groups]
         # from the whole model, so that ranks without a shard of some dtype have the same optimizers
         dtypes = list(dict.fromkeys(p.dtype for p in self.names.values() if p.requires_grad))
         self.parts = [_inner(_of_dtype(local, kind), policy, facts, config, cuda=cuda) for kind in dtypes]
@@ -196,9 +187,7 @@ class ShardOptimizer:
     def part_of(self, name: str) -> Any:
         """The torch optimizer that updates a parameter's local shard."""
         shard = self.shards[name]
-        return next(
-            part for part in self.parts if any(p is shard for group in part.param_groups for p in group["params"])
-        )
+        return next(part for part in self.parts for group in part.param_groups for p in group["params"] if p is shard)
 
     def kind(self, part: Any) -> str:
         """Row of OPTIMIZERS of one of `parts`."""
@@ -270,21 +259,23 @@ def _of_dtype(groups: list[dict[str, Any]], kind: torch.dtype) -> list[dict[str,
     return [{**group, "params": [p for p in group["params"] if p.dtype is kind]} for group in groups]
 
 
-def _torch_adam(optimizer: Any) -> bool:
-    many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    return any(isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) for one in many)
+def _first_time(what: str) -> bool:
+    """Whether to warn of it: once per process, and on rank 0 only."""
+    if what in _warned or (dist.is_initialized() and dist.get_rank() != 0):
+        return False
+    _warned.add(what)
+    return True
 
 
-def warn_bf16_adam(optimizer: Any, parameters: Iterable[torch.Tensor], *, context: str = "optim") -> bool:
+def warn_bf16_adam(optimizers: Iterable[Any], parameters: Iterable[torch.Tensor]) -> bool:
     """Warns, once per process and on rank 0 only, when torch's Adam or AdamW trains BF16 parameters in full; returns whether it warned.
 
     Silent for frozen BF16 parameters and for other optimizers: SGD has no such states, and FusedAdam keeps them in FP32.
     """
-    if context in _warned or not _torch_adam(optimizer) or (dist.is_initialized() and dist.get_rank() != 0):
+    theirs = any(isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) for one in optimizers)
+    narrow = any(p.requires_grad and p.dtype is torch.bfloat16 for p in parameters)
+    if not (theirs and narrow and _first_time("optim")):
         return False
-    if not any(p.requires_grad and p.dtype is torch.bfloat16 for p in parameters):
-        return False
-    _warned.add(context)
     log.warning(
         "torch's Adam keeps both moments in the parameters' dtype, BF16 here: the second moment stalls and small updates are lost "
         "(scripts/evidence/show_bf16_adam.py). Store parameters in FP32 (recipe fp32_params_bf16_compute), or let FusedAdam keep FP32 states "
@@ -300,8 +291,7 @@ def without_duplicate(parameters: Iterable[torch.Tensor], arguments: Mapping[str
     parameter wasted.
     """
     if arguments.get("master_weights") and all(p.dtype is torch.float32 for p in parameters):
-        if "duplicate" not in _warned and not (dist.is_initialized() and dist.get_rank() != 0):
-            _warned.add("duplicate")
+        if _first_time("duplicate"):
             log.warning(
                 "FusedAdam's main weights are off for FP32 parameters: they are their own main copy (saves 4 bytes per parameter)"
             )

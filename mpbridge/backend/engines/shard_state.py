@@ -1,7 +1,5 @@
 """Local shards in the form of megatron-core's checkpoints and the audit: sharded tensors by global name, main weights and moments in FP32."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Iterator, Mapping
@@ -10,6 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.backend.engines.contract import Live
+from mpbridge.backend.engines.optimizers import follow
 from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
 from mpbridge.common.facts import ADAMS, OPTIMIZERS, STATE_ROLES
 from mpbridge.numerics.optimizers import join, split
@@ -76,27 +75,21 @@ def main_weights(optimizer: ShardOptimizer, name: str) -> torch.Tensor:
 
 def optimizer_state(optimizer: ShardOptimizer, *, loading: bool = False) -> dict[str, Any]:
     """{'main', 'exp_avg', ...: name -> FP32 part; 'groups', 'step', 'scaler'}; zeros for moments that do not exist yet."""
-    state: dict[str, Any] = {"main": {}} | {
-        key: {} for part in optimizer.parts for key in OPTIMIZERS[optimizer.kind(part)]
-    }
+    keys = ("main", *(key for part in optimizer.parts for key in OPTIMIZERS[optimizer.kind(part)]))
+    state: dict[str, Any] = {key: {} for key in keys}
     for name, shard in optimizer.shards.items():
-        state["main"][name] = _sharded(
-            f"optimizer.main.{name}", main_weights(optimizer, name).view(shard.shape), optimizer, name
-        )
+        values = {"main": main_weights(optimizer, name)}
         for key in OPTIMIZERS[optimizer.kind(optimizer.part_of(name))]:
-            value = torch.zeros_like(shard, dtype=torch.float32) if loading else _moment(optimizer, name, key)
+            values[key] = torch.zeros_like(shard, dtype=torch.float32) if loading else _moment(optimizer, name, key)
+        for key, value in values.items():
             state[key][name] = _sharded(f"optimizer.{key}.{name}", value.view(shard.shape), optimizer, name)
-    state["step"] = _step(optimizer)
-    state["groups"] = [
-        {fact: group[fact] for fact in _GROUP_FACTS if fact in group} for group in optimizer.param_groups
-    ]
-    scaler = optimizer.grad_scaler
-    state["scaler"] = (
-        {}
-        if scaler is None
-        else {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}
-    )
-    return state
+    groups, scaler = optimizer.param_groups, optimizer.grad_scaler
+    scaled = {} if scaler is None else scaler.state_dict()
+    return state | {
+        "step": _step(optimizer),
+        "groups": [{fact: group[fact] for fact in _GROUP_FACTS if fact in group} for group in groups],
+        "scaler": {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in scaled.items()},
+    }
 
 
 def _moment(optimizer: ShardOptimizer, name: str, key: str) -> torch.Tensor:
@@ -129,13 +122,7 @@ def load_parameters(optimizer: ShardOptimizer, state: Mapping[str, torch.Tensor]
         if parameter._local_tensor.numel():
             parameter._local_tensor.copy_(state[name])
     for name, shard in optimizer.shards.items():
-        stored = optimizer.state_of(name).get("master_param")
-        if stored is None:
-            continue
-        if stored.dtype is torch.int16:
-            stored.zero_()  # the parameter now equals its main weight
-        else:
-            optimizer.part_of(name).set_scaled_state(shard, "master_param", shard.detach().float())
+        follow(optimizer.part_of(name), shard, optimizer.state_of(name).get("master_param"))
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """wrap(): what a recipe needs around a model in a custom training loop, beyond the fields that `apply` writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,9 +36,8 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     _refuse_unkept(plan.policy, ddp, optimizer_config)
     _require_applied(chunks, plan)
     chunks = [in_precision(config, chunk, plan.policy) for chunk in chunks]
-    wrapped = [
-        padded(DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0)) for i, chunk in enumerate(chunks)
-    ]
+    plain = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    wrapped = [padded(one) for one in plain]
     optimizer = get_megatron_optimizer(optimizer_config, wrapped)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     return (wrapped if isinstance(model, Sequence) else wrapped[0]), optimizer

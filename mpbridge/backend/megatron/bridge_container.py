@@ -1,7 +1,5 @@
 """Megatron Bridge's ConfigContainer: a recipe on its three configs, judged by the rules, with nothing left that Bridge would write over it."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator
@@ -44,10 +42,11 @@ class ContainerPlan:
     warnings: tuple[Violation, ...]
 
     def __str__(self) -> str:
-        warnings = (
+        told = [str(self.plan), *(f"Bridge  {line}" for line in self.bridge)]
+        told += [
             f"warning  {one.rule}: {one.found}; expected {one.expected}. Cure: {one.cure}" for one in self.warnings
-        )
-        return "\n".join([str(self.plan), *(f"Bridge  {line}" for line in self.bridge), *warnings])
+        ]
+        return "\n".join(told)
 
 
 def container_plan(container: Any, recipe: AnyRecipe) -> ContainerPlan:
@@ -96,9 +95,8 @@ def _engine(container: Any) -> str:
 def _section(container: Any, name: str, made: Plan) -> dict[str, Any]:
     """A section as the run will have it: megatron-core's defaults, the container's values, the recipe's."""
     said = as_mapping(name, getattr(container, name), [])
-    return filled(name, {key: value for key, value in said.items() if _is_data(value)}) | {
-        key: plain(value) for key, value in made.of(name).items()
-    }
+    found = filled(name, {key: value for key, value in said.items() if _is_data(value)}) | made.of(name)
+    return {key: plain(value) for key, value in found.items() if _is_data(value)}
 
 
 def _is_data(value: Any) -> bool:
@@ -110,7 +108,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _facts(container: Any, policy: PrecisionPolicy, made: Plan) -> RunFacts:
-    model, optimizer, ddp = ({key: plain(value) for key, value in _section(container, name, made).items() if _is_data(value)} for name in ("model", "optimizer", "ddp"))  # fmt: skip
+    model, optimizer, ddp = (_section(container, name, made) for name in ("model", "optimizer", "ddp"))
     engine, train = _engine(container), container.train
     # Bridge turns it on for both when either says so
     sharded = bool(optimizer["use_distributed_optimizer"] or ddp["use_distributed_optimizer"])
@@ -138,11 +136,8 @@ def _parallel(model: Any) -> Parallel:
     one = ("tensor", "pipeline", "context")
     sizes = {name: int(getattr(model, f"{name}_model_parallel_size", None) or getattr(model, f"{name}_parallel_size", 1) or 1) for name in (*one, "expert")}  # fmt: skip
     group = torch.distributed
-    world = (
-        group.get_world_size()
-        if group.is_available() and group.is_initialized()
-        else int(os.environ.get("WORLD_SIZE", "1"))
-    )
+    there = group.is_available() and group.is_initialized()
+    world = group.get_world_size() if there else int(os.environ.get("WORLD_SIZE", "1"))
     return Parallel(world_size=world, **sizes, sequence=bool(getattr(model, "sequence_parallel", False)))
 
 

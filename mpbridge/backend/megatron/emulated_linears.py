@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 
+from mpbridge.backend.megatron.inside_fsdp import bare_name
 from mpbridge.backend.megatron.inside_model import LocalMatmul, OwnProduct, experts_in_turn
 from mpbridge.common.errors import Refused
 from mpbridge.numerics.emulation import STEP, Emulation
@@ -130,7 +131,7 @@ def places(chunk: torch.nn.Module) -> Iterator[tuple[_Emulated, str, str, int | 
         if not is_layer(layer):
             continue
         number, total = layer.layer_number - 1, layer.config.num_layers
-        stem = _stem(path)
+        stem = bare_name(path)
         for below, linear in layer.named_modules():
             if isinstance(linear, _Emulated):
                 ahead = stem.startswith("mtp")
@@ -138,7 +139,7 @@ def places(chunk: torch.nn.Module) -> Iterator[tuple[_Emulated, str, str, int | 
                 yield linear, name, below, None if ahead else number, total
     for path, module in chunk.named_modules():
         if isinstance(module, MultiTokenPredictionLayer) and isinstance(module.eh_proj, _Emulated):
-            name = f"{_stem(path)}.{MTP_PROJECTION}"
+            name = f"{bare_name(path)}.{MTP_PROJECTION}"
             yield module.eh_proj, name, MTP_PROJECTION, None, module.config.num_layers
 
 
@@ -147,25 +148,14 @@ def fused_norms(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, _Emul
     for layer in chunk.modules():
         if not is_layer(layer):
             continue
-        pairs: tuple[tuple[Any, Any], ...] = (
-            (
-                getattr(layer, "input_layernorm", None),
-                getattr(getattr(layer, "self_attention", None), "linear_qkv", None),
-            ),
-            (getattr(layer, "pre_mlp_layernorm", None), getattr(getattr(layer, "mlp", None), "linear_fc1", None)),
-            (getattr(layer, "norm", None), getattr(getattr(layer, "mixer", None), "in_proj", None)),
-        )
-        for norm, linear in pairs:
+        for ahead, part, behind in (
+            ("input_layernorm", "self_attention", "linear_qkv"),
+            ("pre_mlp_layernorm", "mlp", "linear_fc1"),
+            ("norm", "mixer", "in_proj"),
+        ):
+            norm, linear = getattr(layer, ahead, None), getattr(getattr(layer, part, None), behind, None)
             if isinstance(linear, _Emulated) and isinstance(norm, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
                 yield norm, linear
-
-
-def _stem(path: str) -> str:
-    """A module path without the names of wrappers around the model."""
-    parts = path.split(".")
-    while parts and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts)
 
 
 def blocks(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -236,10 +226,8 @@ class CoreEmulation(Emulation):
         from megatron.core.dist_checkpointing import ShardedTensor
 
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank()
-        replicas = {STEP: torch.distributed.get_rank()}
+        replicas, make = {STEP: torch.distributed.get_rank()}, ShardedTensor.from_rank_offsets
         return {
-            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}{name}", tensor, replica_id=replicas.get(name, stage)
-            )
+            f"{prefix}{name}": make(f"{prefix}{name}", tensor, replica_id=replicas.get(name, stage))
             for name, tensor in self.state().items()
         }

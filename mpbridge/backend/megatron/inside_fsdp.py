@@ -1,7 +1,5 @@
 """Internals of Megatron-FSDP's wrapper: its buffers, pending gathers, and workarounds for its bugs."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator
@@ -25,7 +23,8 @@ def wrap(config: Any, ddp: Any, chunk: Any, device: torch.device) -> Any:
 
 def parameters(wrapped: Any) -> dict[str, Any]:
     """Name in the unwrapped model -> the sharded parameter that an optimizer updates."""
-    return {bare_name(name): parameter for name, parameter in _buffer(wrapped).optimizer_named_parameters}
+    held = wrapped.param_and_grad_buffer.optimizer_named_parameters
+    return {bare_name(name): parameter for name, parameter in held}
 
 
 def bare_name(name: str) -> str:
@@ -37,7 +36,7 @@ def bare_name(name: str) -> str:
 
 def install_main_weights(wrapped: Any) -> None:
     """Copies the main weights into the model weights."""
-    _buffer(wrapped).copy_main_weights_to_model_weights()
+    wrapped.param_and_grad_buffer.copy_main_weights_to_model_weights()
 
 
 def settle(wrapped: Any) -> None:
@@ -70,8 +69,7 @@ def do_not_reduce(wrapped: Any) -> None:
 
 def offset(wrapped: Any, name: str, parameter: Any) -> tuple[int, ...]:
     """Where this rank's rows of a parameter begin: the wrapper splits flat buffers at multiples of a row."""
-    original = parameter.orig_param
-    buffer = _buffer(wrapped)
+    original, buffer = parameter.orig_param, wrapped.param_and_grad_buffer
     group = buffer.parameter_groups[buffer.param_to_param_group[original]]
     held = group.main_weight_buffer or group.model_weight_buffer
     start, _ = held.locate_item_in_global_item(held.param_idx[original])
@@ -81,7 +79,7 @@ def offset(wrapped: Any, name: str, parameter: Any) -> tuple[int, ...]:
 
 def held(wrapped: Any) -> Iterator[tuple[BufferRole, str, torch.Tensor]]:
     """(role, parameter, local shard) of model weights as stored between steps, main weights and gradients; shared tensors are listed once."""
-    buffer = _buffer(wrapped)
+    buffer = wrapped.param_and_grad_buffer
     for group in buffer.parameter_groups:
         for index, parameter in enumerate(group.params):
             name = bare_name(buffer.param_to_name[parameter])
@@ -101,7 +99,3 @@ def indexed_device(cuda: bool) -> AbstractContextManager[None]:
         return nullcontext()
     log = logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
     return replaced((log, "disabled", True), (torch.cuda, "current_device", lambda: 0))
-
-
-def _buffer(wrapped: Any) -> Any:
-    return wrapped.param_and_grad_buffer

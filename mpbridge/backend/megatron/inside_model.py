@@ -1,7 +1,5 @@
 """Internals of megatron-core's modules: hooks without a public name, and differences between its versions in how layers are specified."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager

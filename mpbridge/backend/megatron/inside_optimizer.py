@@ -1,11 +1,10 @@
 """Internals of megatron-core's optimizers: which tensors they hold for a parameter, which gradients they read, and how they group parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,10 +27,8 @@ def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         sixteen = part.shard_float16_groups if reads_decoupled(part) else part.shard_fp32_from_float16_groups
         groups = [(part.model_float16_groups, sixteen), (part.model_fp32_groups, part.shard_fp32_groups)]
     elif hasattr(part, "fp32_from_float16_groups"):
-        groups = [
-            (part.float16_groups, part.fp32_from_float16_groups),
-            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
-        ]
+        wide = part.fp32_from_fp32_groups
+        groups = [(part.float16_groups, part.fp32_from_float16_groups), (wide, wide)]
     else:
         own = [group["params"] for group in part.optimizer.param_groups]
         groups = [(own, own)]
@@ -152,8 +149,7 @@ def gradients(part: Any) -> list[torch.Tensor]:
 def gradients_for_norm(part: Any) -> list[torch.Tensor]:
     """The local gradients that count towards the global norm on this rank, each parameter once."""
     name = "get_grads_for_grad_norm" if hasattr(part, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
-    found: list[torch.Tensor] = getattr(part, name)()
-    return found
+    return getattr(part, name)()  # type: ignore[no-any-return]
 
 
 def counted_gradients(optimizer: Any, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -242,16 +238,6 @@ def gather_now(chunks: list[Any]) -> None:
             post_all_gather_processing(quantized)
 
 
-class _Named:
-    """The part of a model's interface that the grouping uses."""
-
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        self._parameters = parameters
-
-    def named_parameters(self) -> Iterable[tuple[str, Any]]:
-        return self._parameters.items()
-
-
 def refresh_mxfp8(chunks: list[Any], optimizer: Any) -> None:
     """Updates MXFP8 weights between steps through the gradient buffer, whose contents are restored.
 
@@ -275,11 +261,9 @@ def parameter_groups(parameters: Mapping[str, Any], config: Any) -> list[dict[st
     """megatron-core's own groups of named parameters: no weight decay for biases and norms, multipliers, minimum rates."""
     from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 
+    model = SimpleNamespace(named_parameters=parameters.items)
     # since 0.17 None means no rules at all, so norms would decay
-    groups: list[dict[str, Any]] = _get_param_groups(
-        [_Named(parameters)], config, get_standard_config_overrides(config)
-    )
-    return groups
+    return _get_param_groups([model], config, get_standard_config_overrides(config))  # type: ignore[no-any-return]
 
 
 def update_router_biases(chunks: list[Any], config: Any) -> None:

@@ -1,7 +1,5 @@
 """megatron-core's process-wide names and state: replaced for a CPU or for meta tensors, saved and restored."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import logging
@@ -15,19 +13,10 @@ from mpbridge.common.upstream import Patch
 
 # --- on a CPU: names that only work with CUDA or Transformer Engine. `mpbridge.backend.devices` installs and removes the replacements --------
 _IMPORTED = (
-    "models.gpt",
-    "models.gpt.gpt_layer_specs",
-    "optimizer",
-    "optimizer.distrib_optimizer",
-    "optimizer.layer_wise_optimizer",
-    "distributed",
-    "pipeline_parallel.schedules",
-    "dist_checkpointing",
-    "transformer.moe.moe_utils",
-    "transformer.moe.token_dispatcher",
-    "transformer.multi_latent_attention",
-    "transformer.multi_token_prediction",
-)
+    "models.gpt", "models.gpt.gpt_layer_specs", "optimizer", "optimizer.distrib_optimizer", "optimizer.layer_wise_optimizer", "distributed",
+    "pipeline_parallel.schedules", "dist_checkpointing", "transformer.moe.moe_utils", "transformer.moe.token_dispatcher",
+    "transformer.multi_latent_attention", "transformer.multi_token_prediction",
+)  # fmt: skip
 
 FUSED_ADAM_MODULE = "transformer_engine.pytorch.optimizers"
 """The module from which OptimizerConfig imports FusedAdam."""
@@ -46,14 +35,8 @@ def _core(name: str) -> Any:
 def cpu_patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any, coalescing: Any) -> Iterator[Patch]:
     """Replacements for as long as CUDA calls are redirected; the arguments replace its random states, its copies of split
     sizes, its streams and torch's manager of coalesced collectives."""
-    random = _core("tensor_parallel.random")
-    yield from aliases(
-        {
-            "_get_cuda_rng_state": get_state,
-            "_set_cuda_rng_state": set_state,
-            "_coalescing_manager": coalescing,
-        }
-    )
+    states = {"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state}
+    yield from aliases(states | {"_coalescing_manager": coalescing})
     moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")
     # 0.16.1 uses it without importing it if Transformer Engine is missing: NameError in the router; if present, it is a CUDA kernel
     yield moe_utils, "te_general_gemm", None
@@ -75,7 +58,7 @@ def cpu_patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any
     yield dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream
     # CPU and "CUDA" share one generator here, so its warning about that always applies
     # ("disabled" rather than "level": a logger caches what its level allows, even after the level is restored)
-    yield logging.getLogger(random.__name__), "disabled", True
+    yield logging.getLogger(_core("tensor_parallel.random").__name__), "disabled", True
 
 
 def aliases(replacements: Mapping[str, Any]) -> Iterator[Patch]:
@@ -113,12 +96,8 @@ def _tensor_list_patches() -> Iterator[Patch]:
         "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
         "l2_norm_impl": utils.local_multi_tensor_l2_norm,
     }
-    for module in (
-        _core("optimizer.optimizer"),
-        _core("optimizer.clip_grads"),
-        _core("distributed.fsdp.src.megatron_fsdp.mixed_precision"),
-    ):
-        yield from ((module, name, new) for name, new in local.items() if name in vars(module))
+    for place in ("optimizer.optimizer", "optimizer.clip_grads", "distributed.fsdp.src.megatron_fsdp.mixed_precision"):
+        yield from ((_core(place), name, new) for name, new in local.items() if name in vars(_core(place)))
 
 
 # --- building and stepping on meta tensors over fake process groups -------------------------------------------------------------------------
@@ -174,28 +153,22 @@ _BUFFERS = {
 
 def process_wide() -> State:
     """The current parallel state, random state trackers and scales of auxiliary losses."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-
-    return _values(parallel_state, random, MoEAuxLossAutoScaler, MTPLossAutoScaler)
+    experts, ahead = _core("transformer.moe.moe_utils"), _core("transformer.multi_token_prediction")
+    modules = (_core("parallel_state"), _core("tensor_parallel.random"))
+    return _values(*modules, experts.MoEAuxLossAutoScaler, ahead.MTPLossAutoScaler)
 
 
 def layout() -> State:
     """The process groups of the current parallel layout, without the buffers of the engine that uses it."""
-    from megatron.core import parallel_state
-
-    return [entry for entry in _values(parallel_state) if entry[1] not in _BUFFERS]
+    return [entry for entry in _values(_core("parallel_state")) if entry[1] not in _BUFFERS]
 
 
 def fresh_buffers() -> None:
     """Creates new buffers for the next engine of a layout that is reused."""
-    from megatron.core import parallel_state
-
+    state = _core("parallel_state")
     for make in _BUFFERS.values():
-        if hasattr(parallel_state, make):
-            getattr(parallel_state, make)()
+        if hasattr(state, make):
+            getattr(state, make)()
 
 
 def forget_angles() -> None:
@@ -203,9 +176,9 @@ def forget_angles() -> None:
 
     A gloo group that is still referenced keeps its three threads (rotary_pos_embedding.py and yarn_rotary_pos_embedding.py: lru_cache around forward).
     """
-    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
-
-    for kind in (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding):
+    embeddings = "models.common.embeddings"
+    plain, yarn = _core(f"{embeddings}.rotary_pos_embedding"), _core(f"{embeddings}.yarn_rotary_pos_embedding")
+    for kind in (plain.RotaryEmbedding, yarn.YarnRotaryEmbedding):
         for method in vars(kind).values():
             if hasattr(method, "cache_clear"):
                 method.cache_clear()
@@ -213,14 +186,11 @@ def forget_angles() -> None:
 
 def forget_router_losses() -> None:
     """Empties megatron-core's tracker of the routers' losses: it holds process groups, and its length is the depth of the first model that wrote to it."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
-        moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+    tracker = getattr(_core("transformer.moe.moe_utils"), "_MOE_LAYER_WISE_LOGGING_TRACKER", None)
+    if tracker is not None:
+        tracker.clear()
     else:  # since 0.17 an object in a separate module
-        from megatron.core.transformer.moe import moe_logging
-
-        moe_logging.destroy_moe_metrics_tracker()
+        _core("transformer.moe.moe_logging").destroy_moe_metrics_tracker()
 
 
 def restore(state: State) -> None:

@@ -3,8 +3,6 @@
 The classes are those of megatron.core.dist_checkpointing.mapping (0.16.1 to 0.20); its strategies, planners and serializers are not used.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,30 +11,24 @@ from typing import Any
 _LEAF = object()
 
 
+def _is(leaf: Any, kind: str) -> bool:
+    from megatron.core.dist_checkpointing import mapping
+
+    return isinstance(leaf, getattr(mapping, kind))
+
+
 def is_tensor(leaf: Any) -> bool:
     """Whether a leaf is a ShardedTensor."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    return isinstance(leaf, ShardedTensor)
+    return _is(leaf, "ShardedTensor")
 
 
 def is_object(leaf: Any) -> bool:
     """Whether a leaf is a ShardedObject."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    return isinstance(leaf, ShardedObject)
+    return _is(leaf, "ShardedObject")
 
 
 def _is_factory(leaf: Any) -> bool:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    return isinstance(leaf, ShardedTensorFactory)
-
-
-def _is_local(leaf: Any) -> bool:
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-
-    return isinstance(leaf, LocalNonpersistentObject)
+    return _is(leaf, "ShardedTensorFactory")
 
 
 def is_written_here(leaf: Any) -> bool:
@@ -63,11 +55,8 @@ def entries(tree: Any) -> Iterator[Any]:
     """Every ShardedTensor and ShardedObject in a state, with factories built."""
     if _is_factory(tree):
         yield from entries(_built(tree))
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from entries(item)
-    elif isinstance(tree, list):
-        for item in tree:
+    elif isinstance(tree, (dict, list)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
             yield from entries(item)
     elif is_tensor(tree) or is_object(tree):
         yield tree
@@ -105,7 +94,8 @@ def _unstacked(leaf: Any) -> Any:
 
 def common(tree: Any) -> Any:
     """The parts of a state that are neither sharded nor local: plain data, equal on all ranks. Containers that become empty are dropped."""
-    found = _kept(tree, lambda leaf: _LEAF if _is_local(leaf) or hasattr(leaf, "replica_id") else leaf)
+    local = "LocalNonpersistentObject"
+    found = _kept(tree, lambda leaf: _LEAF if _is(leaf, local) or hasattr(leaf, "replica_id") else leaf)
     return {} if found is _LEAF else found
 
 
@@ -115,7 +105,7 @@ def filled(tree: Any, read: Callable[[Any], Any]) -> Any:
     def leaf(item: Any) -> Any:
         if _is_factory(item):
             return item.merge_fn(_kept(_built(item), leaf))
-        if _is_local(item):
+        if _is(item, "LocalNonpersistentObject"):
             return item.unwrap()
         return read(item) if is_tensor(item) or is_object(item) else _LEAF
 

@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 import shutil
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,7 +21,7 @@ from mpbridge.common.errors import (
     UnknownName,
     UpstreamRefused,
 )
-from mpbridge.common.facts import Realization, Versions
+from mpbridge.common.facts import Versions
 from mpbridge.common.formats import DType, dtype
 from mpbridge.common.machines import Machine
 from mpbridge.common.machines import machine as named
@@ -30,7 +29,6 @@ from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.capability import refuse_unless_native
 from mpbridge.planning.rules.hybrid import silent_on
 from mpbridge.precision.megatron_spec.precision_field import TARGETS, ModuleRules
-from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.sync.apply import commit, refusal, spelled
 from mpbridge.precision.sync.plan import Plan, Receipt
 from mpbridge.precision.sync.targets import is_inputs, same
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("mpbridge")
-
 
 GPT_ARGUMENTS = frozenset({*GPT.__dataclass_fields__, "parallel_output"})
 """Keys of the model section that are GPTModel's own arguments rather than fields of TransformerConfig."""
@@ -72,9 +69,8 @@ def build(
     Raises Refused if that machine would run the recipe as something else, UnknownName or Contradiction for fields that do not exist,
     StalePlan if inputs changed since the plan was made, UpstreamRefused if megatron-core's own validation rejects the values.
     """
-    refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
+    _refuse_unable(plan, machine, versions)
     live: dict[str, Any] = {name: inputs[name] for name in TARGETS if name in inputs and not is_inputs(inputs[name])}
-    made: dict[str, Any] = dict(live)
     if live:
         writes = tuple(write for write in plan.writes if write.target in live)
         commit(dataclasses.replace(plan, writes=writes, targets=live), spell=_compile)
@@ -84,8 +80,7 @@ def build(
     classes = _classes(bool(sections.get("model", {}).get("multi_latent_attention")))
     gpt = _gpt_arguments(sections.get("model", {}), classes["model"])
     _refuse_unknown(sections, classes)
-    for name, section in sections.items():
-        made[name] = _construct(name, classes[name], section, plan)
+    made = live | {name: _construct(name, classes[name], section, plan) for name, section in sections.items()}
     _add_yarn(made["model"], gpt)
     return Targets(gpt=MappingProxyType(gpt), **made)
 
@@ -111,50 +106,36 @@ def apply(
         )
     if emulated and plan.realization == "native" and plan.policy is not None and plan.policy.quantized:
         raise BadValue("apply(emulated=True) got a native plan: make it with plan(..., realization='emulated')")
-    refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
-    _refuse_unspoken(plan)
-    _refuse_silent(plan, versions or installed())
+    _refuse_unable(plan, machine, versions)
+    _refuse_unspoken(plan, versions or installed())
     receipt = commit(plan, on_conflict=on_conflict, spell=_compile)
     if plan.conflicts and os.environ.get("RANK", "0") == "0":  # only on torchrun's rank 0
-        log.warning(
-            "the recipe overrides values that were set:\n%s", "\n".join(f"  {write}" for write in plan.conflicts)
-        )
+        overridden = "\n".join(f"  {write}" for write in plan.conflicts)
+        log.warning("the recipe overrides values that were set:\n%s", overridden)
     return receipt
 
 
-def _refuse_unspoken(plan: Plan) -> None:
-    """Raises Refused for a scaling that no megatron-core field can express: it runs in linears that mpbridge's own engines insert."""
-    quants = () if plan.policy is None or plan.realization == "emulated" else plan.policy.quants
-    unspoken = dict.fromkeys(quant.scaling for quant in quants if quant.row.core is None)
+def _refuse_unspoken(plan: Plan, versions: Versions) -> None:
+    """Raises Refused for a scaling that no megatron-core field can express, since it runs in linears that mpbridge's own engines insert; and for a model
+    that the installed megatron-core would train as something else without a message."""
+    if plan.policy is None or plan.realization == "emulated":
+        return
+    unspoken = dict.fromkeys(quant.scaling for quant in plan.policy.quants if quant.row.core is None)
     if unspoken:
         raise Refused(
             f"megatron-core has no setting for {', '.join(unspoken)} scaling, so this script's linears would train in 16 bits;"
             " train it with mpbridge, whose engines put such GEMMs into the linears"
         )
-
-
-def _refuse_silent(plan: Plan, versions: Versions) -> None:
-    """Raises Refused for a model that the installed megatron-core would train as something else without a message."""
     live = plan.targets.get("model")
-    if plan.policy is None or plan.realization == "emulated" or live is None:
-        return
-    why = silent_on(plan.policy, live, versions)
-    if why:
+    if live is not None and (why := silent_on(plan.policy, live, versions)):
         raise Refused(why)
 
 
-def refuse_unable(
-    policy: PrecisionPolicy | None,
-    realization: Realization,
-    *,
-    machine: Machine | str | None = None,
-    versions: Versions | None = None,
-) -> None:
+def _refuse_unable(plan: Plan, machine: Machine | str | None, versions: Versions | None) -> None:
     """Raises Refused if that machine, or the one of that name, would run a quantized policy as something else. What is not given is taken from the local one."""
     there = named(machine) if isinstance(machine, str) else machine
-    if policy is None or realization == "emulated" or not policy.quantized:
-        return
-    refuse_unless_native(policy, there or this_machine(), versions or installed())
+    if plan.policy is not None and plan.realization != "emulated" and plan.policy.quantized:
+        refuse_unless_native(plan.policy, there or this_machine(), versions or installed())
 
 
 def _compile(rules: Any, config: Any) -> Any:
@@ -254,20 +235,15 @@ def _value(where: str, value: Any, field: Any) -> Any:
     return value
 
 
-log = logging.getLogger("mpbridge")
-
-
-CPU_DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
-    {
-        # its kernel needs CUDA; megatron-core's own default is True
-        "masked_softmax_fusion": False,
-        # the full weight is drawn and then sliced, so that initialisation does not depend on tensor parallelism
-        "use_cpu_initialization": True,
-    }
-)
+_CPU_DEFAULTS = {
+    # its kernel needs CUDA; megatron-core's own default is True
+    "masked_softmax_fusion": False,
+    # the full weight is drawn and then sliced, so that initialisation does not depend on tensor parallelism
+    "use_cpu_initialization": True,
+}
 """Model fields that a CPU run sets if the author has not."""
 
-COMPILED = ("bias_dropout_fusion", "bias_activation_fusion", "cross_entropy_loss_fusion")
+_COMPILED = ("bias_dropout_fusion", "bias_activation_fusion", "cross_entropy_loss_fusion")
 """Model fields that use torch.compile, which needs a C++ compiler on a CPU."""
 
 
@@ -275,18 +251,17 @@ def sections(run: Run, *, cuda: bool) -> dict[str, dict[str, Any]]:
     """The run's inputs; on a CPU with the CPU defaults below the author's values."""
     inputs = {name: dict(run.inputs[name]) for name in ("model", "optimizer", "ddp")}
     if not cuda:
-        inputs["model"] = dict(CPU_DEFAULTS) | inputs["model"]
+        inputs["model"] = _CPU_DEFAULTS | inputs["model"]
         _drop_compiled(inputs["model"])
     return inputs
 
 
 def _drop_compiled(model: dict[str, Any]) -> None:
     """Switches fusions off if there is no compiler for them. On a CPU they save too little to justify a refusal: 343 against 344 ms per step of gpt_tiny."""
-    wanted = [field for field in COMPILED if model.get(field)]
+    wanted = [field for field in _COMPILED if model.get(field)]
     if wanted and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
-        log.warning(
-            "no C++ compiler (g++, clang++ or $CXX) for torch.compile: model.%s left off", ", model.".join(wanted)
-        )
+        left = ", model.".join(wanted)
+        log.warning("no C++ compiler (g++, clang++ or $CXX) for torch.compile: model.%s left off", left)
         model.update(dict.fromkeys(wanted, False))
 
 

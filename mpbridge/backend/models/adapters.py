@@ -1,7 +1,5 @@
 """What is trained in a model: low-rank adapters (LoRA) beside its linears, and which of its parameters are frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

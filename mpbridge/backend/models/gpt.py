@@ -1,7 +1,5 @@
 """The GPTModel of a run: Transformer Engine's modules on CUDA, megatron-core's local ones on a CPU or under emulation."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -50,25 +48,18 @@ def local_layer_spec(config: Any, backend: Any, *, experts: int | None) -> Modul
     """One transformer layer of `backend`'s modules; megatron-core's own function for it does not accept a backend."""
     norm, column, row = backend.layer_norm(), backend.column_parallel_linear(), backend.row_parallel_linear()
     qk_norm = L2Norm if config.qk_l2_norm else norm if config.qk_layernorm else IdentityOp
+    common = {"linear_proj": row, "core_attention": backend.core_attention(), "q_layernorm": qk_norm}
+    keys: dict[str, str] = {}
     if config.multi_latent_attention:
         names = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
-        norms = {"q_layernorm": qk_norm, "kv_layernorm": qk_norm}
-        parts = MLASelfAttentionSubmodules(
-            **dict.fromkeys(names, column), linear_proj=row, core_attention=backend.core_attention(), **norms
-        )
-        attention = ModuleSpec(
-            module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts
-        )
-        keys: dict[str, str] = {}
+        parts = MLASelfAttentionSubmodules(**dict.fromkeys(names, column), **common, kv_layernorm=qk_norm)
     else:
-        norms = {"q_layernorm": qk_norm, "k_layernorm": qk_norm}
-        parts = SelfAttentionSubmodules(
-            linear_qkv=column, linear_proj=row, core_attention=backend.core_attention(), **norms
-        )
-        attention = ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+        parts = SelfAttentionSubmodules(linear_qkv=column, **common, k_layernorm=qk_norm)
         # checkpoints name norms as Transformer Engine's fused modules do, so that CPU and GPU can read each other's
         keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         keys |= {} if experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    kind = MLASelfAttention if config.multi_latent_attention else SelfAttention
+    attention = ModuleSpec(module=kind, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
     mlp = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, moe_grouped_gemm=False)
     submodules = TransformerLayerSubmodules(
         input_layernorm=norm,
@@ -112,29 +103,24 @@ def _expert_layers(config: Any) -> list[bool]:
     return [i % frequency == 0 if isinstance(frequency, int) else bool(frequency[i]) for i in range(config.num_layers)]
 
 
-def block_spec(config: Any, backend: Any, *, chunk: int | None) -> TransformerBlockSubmodules:
+def block_spec(config: Any, backend: Any, chunk: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (or of its interleaved `chunk`) from `backend`, including the final norm."""
     dense = local_layer_spec(config, backend, experts=None)
     expert = local_layer_spec(config, backend, experts=config.num_moe_experts) if config.num_moe_experts else dense
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
-    kinds = _expert_layers(config)[offset : offset + count]
-    return TransformerBlockSubmodules(
-        layer_specs=[expert if kind else dense for kind in kinds], layer_norm=backend.layer_norm()
-    )
+    layers = [expert if kind else dense for kind in _expert_layers(config)[offset : offset + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.layer_norm())
 
 
-def transformer_engine_spec(config: Any, *, chunk: int | None) -> Any:
+def transformer_engine_spec(config: Any, chunk: int | None) -> Any:
     """What megatron-core builds from Transformer Engine's modules on CUDA."""
     if config.num_moe_experts:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
-    return get_gpt_layer_with_transformer_engine_spec(
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        qk_l2_norm=config.qk_l2_norm,
-    )
+    asked = {name: getattr(config, name) for name in ("qk_layernorm", "multi_latent_attention", "qk_l2_norm")}
+    return get_gpt_layer_with_transformer_engine_spec(**asked)
 
 
 def build_chunks(
@@ -181,12 +167,10 @@ def gpt_model(
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk)
     provider = None if backend is None and cuda else (backend or CpuSpecProvider)(config)
     if arguments.get("hybrid_override_pattern"):
-        layers = partial(_layer_of, config, provider)
-        model = hybrid_model(config, arguments, layers, provider, cuda=cuda, first=first, last=last)
+        layer = partial(local_layer_spec, config, provider)
+        model = hybrid_model(config, arguments, layer, provider, cuda=cuda, first=first, last=last)
         return _with_logits(model, policy, last)
-    spec = (
-        transformer_engine_spec(config, chunk=chunk) if provider is None else block_spec(config, provider, chunk=chunk)
-    )
+    spec = transformer_engine_spec(config, chunk) if provider is None else block_spec(config, provider, chunk)
     keep_wide(config, spec)
     ahead = multi_token_spec(config, spec, provider, chunk=chunk)
     stage = {"pre_process": first, "post_process": last, "vp_stage": chunk, "mtp_block_spec": ahead}
@@ -194,10 +178,6 @@ def gpt_model(
     with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
         model = GPTModel(config=config, transformer_layer_spec=spec, **stage, **own)
     return _with_logits(model, policy, last)
-
-
-def _layer_of(config: Any, provider: Any, experts: int | None) -> ModuleSpec:
-    return local_layer_spec(config, provider, experts=experts)
 
 
 def _with_logits(model: Any, policy: PrecisionPolicy, last: bool) -> Any:
@@ -234,12 +214,8 @@ def fp32_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> dict[torc
     has the whole model."""
     names = global_names(model)
     missing = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names.values())]
-    whole = (
-        parallel_state.get_pipeline_model_parallel_world_size()
-        == parallel_state.get_expert_model_parallel_world_size()
-        == 1
-    )
-    if missing and whole:
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if missing and stages == parallel_state.get_expert_model_parallel_world_size() == 1:
         some = ", ".join(sorted(names.values())[:4])
         raise BadValue(f"keep_fp32 {missing} matches no parameter (expected globs over names such as {some}, ...)")
     found: dict[torch.nn.Module, list[str]] = {}

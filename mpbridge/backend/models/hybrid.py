@@ -1,11 +1,9 @@
 """Layers that megatron-core does not put together as a run asks: the FP32 residual stream, and MambaModel from a pattern of layers (`model.hybrid_override_pattern`): M a Mamba layer, * attention, - an MLP, E a mixture of experts."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,9 +24,9 @@ def wide_add(training: bool, fused: bool) -> Add:
     """Replaces megatron-core's get_bias_dropout_add; the sum has the residual's dtype. fused: accepted because megatron-core passes it, and ignored."""
 
     def add(
-        with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
+        found: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
     ) -> torch.Tensor:
-        x, bias = with_bias
+        x, bias = found
         branch = F.dropout(x if bias is None else x + bias, p=probability, training=training)
         return residual + branch.to(residual.dtype)
 
@@ -64,7 +62,7 @@ def hybrid_model(
     """The MambaModel of this pipeline stage, with parameters as initialised by megatron-core.
 
     arguments: `megatron.targets.GPT_ARGUMENTS`. layers: (experts) -> a whole layer of `provider`'s modules, of which each kind of layer is a part.
-    provider: None: Transformer Engine's modules. On a CPU `mamba_ssm` is `numerics.mamba`; on CUDA the installed one.
+    provider: None: Transformer Engine's modules. On a CPU `mamba_ssm` is `devices.mamba`; on CUDA the installed one.
     Raises Refused if the mixer was imported before without mamba_ssm.
     """
     with nullcontext() if cuda else mamba_on_cpu():
@@ -84,27 +82,25 @@ def hybrid_model(
             )
         lacking = sorted(set(arguments["hybrid_override_pattern"]) - stack.LayerSymbols.VALID)
         if lacking:
-            raise Refused(
-                f"the hybrid of the installed megatron-core has no layers {', '.join(lacking)}: install a newer one"
-            )
-        spec = _transformer_engines() if provider is None else _locals(config, layers, provider)
+            none = f"the hybrid of the installed megatron-core has no layers {', '.join(lacking)}"
+            raise Refused(f"{none}: install a newer one")
+        if provider is None:
+            from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+            spec = copy.deepcopy(mamba_stack_spec)
+        else:
+            spec = _locals(config, layers, provider)
     keep_wide(config, spec)
     taken = inspect.signature(MambaModel).parameters
     own = {name: value for name, value in arguments.items() if name in taken}
-    with nullcontext() if provider is None else _final_norm(provider.layer_norm()):
+    # megatron-core's stack takes its last norm from Transformer Engine, whatever its spec says
+    with nullcontext() if provider is None else replaced((stack, "TENorm", provider.layer_norm())):
         return MambaModel(config=config, mamba_stack_spec=spec, pre_process=first, post_process=last, **own)
 
 
 def is_mamba(module: Any) -> bool:
     """Whether the module is a whole Mamba layer (by its class's name: importing the class needs mamba_ssm)."""
     return type(module).__name__ == "MambaLayer"
-
-
-def _transformer_engines() -> Any:
-    """What megatron-core builds from Transformer Engine's modules, as a copy."""
-    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-
-    return copy.deepcopy(mamba_stack_spec)
 
 
 def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
@@ -115,16 +111,15 @@ def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
     from megatron.core.ssm.mlp_layer import MLPLayer
 
     norm = provider.layer_norm()
-    projections = MambaMixerSubmodules(
-        in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
-    )
+    column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
+    projections = MambaMixerSubmodules(in_proj=column, out_proj=row)
     mamba = MambaLayerSubmodules(
         norm=norm,
         mixer=ModuleSpec(module=MambaMixer, submodules=projections),
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
-    dense = layers(None).submodules
+    dense = layers(experts=None).submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=dense.self_attention,
@@ -143,15 +138,8 @@ def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
     }
     if config.num_moe_experts:
-        experts = layers(config.num_moe_experts).submodules.mlp
+        experts = layers(experts=config.num_moe_experts).submodules.mlp
         routed = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=experts, mlp_bda=get_bias_dropout_add)
         kinds["moe_layer"] = ModuleSpec(module=TransformerLayer, submodules=routed)
     taken = {name: kind for name, kind in kinds.items() if name in MambaStackSubmodules.__dataclass_fields__}
     return ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules(**taken))
-
-
-def _final_norm(norm: Any) -> AbstractContextManager[None]:
-    """Context for building: megatron-core's stack takes its last norm from Transformer Engine, whatever its spec says."""
-    from megatron.core.ssm import mamba_block
-
-    return replaced((mamba_block, "TENorm", norm))

@@ -3,8 +3,6 @@
 Causal attention is matrix products over blocks of queries, each with the keys that it can attend to.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -63,9 +61,8 @@ class BlockedAttention(torch.autograd.Function):
             block = grad[:, start:end]
             dv[:, :end] += torch.bmm(probabilities.transpose(1, 2), block)
             from_probabilities = torch.bmm(block, v[:, :end].transpose(1, 2))
-            scores = torch._softmax_backward_data(from_probabilities, probabilities, -1, probabilities.dtype).mul_(
-                ctx.scale
-            )
+            scores = torch._softmax_backward_data(from_probabilities, probabilities, -1, probabilities.dtype)
+            scores.mul_(ctx.scale)
             dq[:, start:end] = torch.bmm(scores, k[:, :end])
             dk[:, :end] += torch.bmm(scores.transpose(1, 2), q[:, start:end])
         return *(tensor.transpose(0, 1).reshape(ctx.shape) for tensor in (dq, dk, dv)), None
@@ -75,29 +72,16 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     """megatron-core's core attention on a CPU: blocked products, or torch's flash kernel for dropout and for long sequences."""
 
     def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **unused: Any,
+        self, config: Any, *, attention_dropout: float | None = None, softmax_scale: float | None = None, **unused: Any
     ) -> None:
-        # unused: process groups, and the widths of keys and values, which megatron-core's own local attention does not accept (so MLA needs this class)
+        # unused: the layer's number, what attends to what, process groups, and the widths of keys and values, which megatron-core's own local attention
+        # does not accept (so MLA needs this class)
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: Any, **named: Any
     ) -> torch.Tensor:
         """[sequence, batch, heads x width] from query, key and value of [sequence, batch, heads, width]; the mask is always causal, and a given one is ignored."""
         shared = query.shape[2] // key.shape[2]
@@ -141,9 +125,8 @@ class LayerNorm(torch.nn.LayerNorm):
         """Normalised over the last axis."""
         if input.dtype is self.weight.dtype:
             return super().forward(input)
-        return F.layer_norm(input.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps).to(
-            self.weight.dtype
-        )
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -19,13 +19,6 @@ from mpbridge.precision.wording import rule_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
-    """How the operands of a GEMM are cast."""
-
-    quant: Quant
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TorchaoPlug:
     """The GEMM configuration of one linear."""
 
@@ -33,14 +26,20 @@ class TorchaoPlug:
     config: Any
     """torchao's Float8LinearConfig."""
     owner: TorchaoLinears
-    fprop: Cast
-    dgrad: Cast
-    wgrad: Cast
+    quant: Quant
+    """The rule of all three GEMMs."""
 
     @property
     def emulated(self) -> bool:
         """Whether torchao emulates the GEMMs."""
         return bool(self.config.emulate)
+
+    @property
+    def fprop(self) -> TorchaoPlug:
+        """What has the rule of that GEMM."""
+        return self
+
+    dgrad = wgrad = fprop
 
 
 class _Float8(_Emulated):
@@ -51,7 +50,7 @@ class _Float8(_Emulated):
     @property
     def quant(self) -> Quant | None:
         """The rule of the GEMMs; None: high precision."""
-        return None if self.plug is None else next(iter(self.plug.gemms.distinct))
+        return None if self.plug is None else self.plug.quant
 
     def product(
         self, plain: LocalMatmul, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
@@ -80,26 +79,19 @@ def multiply(config: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
-    gemms = LinearMMConfig(
-        *(
-            ScaledMMConfig(config.emulate, one.use_fast_accum, False, config.pad_inner_dim)
-            for one in (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-        )
-    )
-    result: torch.Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), gemms, config)
+    each = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    made = (ScaledMMConfig(config.emulate, one.use_fast_accum, False, config.pad_inner_dim) for one in each)
+    result: torch.Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), LinearMMConfig(*made), config)
     return result
 
 
 def config_of(quant: Quant, *, emulate: bool) -> Any:
     """torchao's Float8LinearConfig for a rule. Raises Refused if torchao is missing."""
-    import dataclasses
-
     try:
         from torchao.float8 import Float8LinearConfig
     except ImportError as error:
         raise Refused(f"{quant.row.words} needs torchao ({error}): {install('torchao')}") from None
-    made = Float8LinearConfig.from_recipe_name(quant.row.recipe_class())
-    return dataclasses.replace(made, emulate=emulate)
+    return replace(Float8LinearConfig.from_recipe_name(quant.row.recipe_class()), emulate=emulate)
 
 
 class TorchaoLinears(Pausable):
@@ -129,11 +121,9 @@ class TorchaoLinears(Pausable):
                     raise Refused(
                         f"{name}: {rule_words(gemms)}; torchao supports one rule for all three GEMMs of a linear"
                     )
-                cast_as = Cast(quant=gemms.distinct[0])
-                config = self._configs[cast_as.quant]
-                rule = TorchaoPlug(gemms=gemms, config=config, owner=self, fprop=cast_as, dgrad=cast_as, wgrad=cast_as)
-                self.plugs[name] = rule
-                linear.plug = cast("Any", rule)
+                quant = gemms.distinct[0]
+                rule = TorchaoPlug(gemms=gemms, config=self._configs[quant], owner=self, quant=quant)
+                self.plugs[name] = linear.plug = rule  # type: ignore[assignment]
                 self._linears.append(linear)
 
     def step_begin(self) -> None:

@@ -1,11 +1,9 @@
 """The engines' world of one and its device layer."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.register_assert_rewrite("tests.backend.contract.engine_contract")
 
-from tests.backend.engines.conftest import layer, world  # noqa: E402
+from tests.backend.engines.conftest import engines, layer, world  # noqa: E402
 
-__all__ = ["layer", "world"]
+__all__ = ["engines", "layer", "world"]

@@ -1,7 +1,5 @@
 """What every engine must do, as a suite to inherit: give `name` and `settings`, get the tests. Not collected by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -75,14 +73,9 @@ def seen(engine: Any, computed: set[torch.dtype]) -> str:
     states = [(key, value.dtype) for part in inner for state in part.state.values() for key, value in state.items()
               if isinstance(value, torch.Tensor) and value.numel() > 1]  # fmt: skip
     roles = {key: _named(dtype for name, dtype in states if name == key) for key, _ in sorted(states, key=str)}
-    return "; ".join(
-        [
-            f"computes {_named(computed)}",
-            f"params {_named(parameter.dtype for _, parameter in engine.named_parameters())}",
-            f"updates {_named(parameter.dtype for parameter in updated)}",
-            ", ".join(f"{key} {names}" for key, names in roles.items()),
-        ]
-    )
+    params = _named(parameter.dtype for _, parameter in engine.named_parameters())
+    told = f"computes {_named(computed)}; params {params}; updates {_named(one.dtype for one in updated)}; "
+    return told + ", ".join(f"{key} {names}" for key, names in roles.items())
 
 
 class EngineContract:
@@ -101,23 +94,17 @@ class EngineContract:
             metafunc.parametrize("kind", self.kinds, ids=str)
 
     @pytest.fixture
-    def build(self, layer: None) -> Iterator[Build]:
+    def build(self, engines: Build) -> Build:
         """Makes engines of a kind; all are closed at the end."""
-        from mpbridge.backend.engines.registry import build_engine
-
-        made: list[Any] = []
 
         def make(kind: Any, **changes: Any) -> Any:
             sections = {
                 key: {**self.settings.get(key, {}), **changes.get(key, {})}
                 for key in self.settings.keys() | changes.keys()
             }
-            made.append(build_engine(tiny.run(kind, engine=self.name, **sections)))
-            return made[-1]
+            return engines(kind, engine=self.name, **sections)
 
-        yield make
-        for engine in made:
-            engine.close()
+        return make
 
     def test_training_moves_every_weight_the_loss_falls_and_evaluation_is_that_loss(
         self, build: Build, kind: Any

@@ -1,7 +1,5 @@
 """What tests run in processes of their own hides nothing: exit codes, what a failing rank says, leftovers (tests/forked.py)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
@@ -51,17 +49,11 @@ def test_ranks_that_go_on_are_heard(tmp_path: Path) -> None:
         python([str(tmp_path / "script.py")], size=2, timeout=5)
 
 
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [
-        ("pass", 0),
-        ("raise SystemExit(3)", 3),
-        ("raise SystemExit('words')", 1),
-        ("1 / 0", 1),
-        ("import os; os._exit(7)", 7),
-        ("import os; os.abort()", -6),
-    ],
-)
+CODES = {"pass": 0, "raise SystemExit(3)": 3, "raise SystemExit('words')": 1, "1 / 0": 1}
+CODES |= {"import os; os._exit(7)": 7, "import os; os.abort()": -6}
+
+
+@pytest.mark.parametrize(("script", "code"), CODES.items())
 def test_an_exit_code_is_that_of_an_interpreter(script: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     assert python([str(tmp_path / "script.py")]).returncode == code

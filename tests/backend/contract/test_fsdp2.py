@@ -1,7 +1,5 @@
 """torch FSDP2 under the engine contract."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from tests.backend.contract.engine_contract import EngineContract

@@ -1,7 +1,5 @@
 """megatron-core under the engine contract: DDP, the distributed optimizer, and the precision-aware one."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest
@@ -74,9 +72,9 @@ class TestPrecisionAware(EngineContract):
     kinds = ("bf16",)
 
     @pytest.fixture
-    def build(self, layer: None, states: str) -> Any:
+    def build(self, engines: Any, states: str) -> Any:
         self.settings = {"ddp": {"use_distributed_optimizer": True}, "optimizer": STATES[states]}  # type: ignore[misc]
-        yield from EngineContract.build.__wrapped__(self, layer)  # type: ignore[attr-defined]
+        return EngineContract.build.__wrapped__(self, engines)  # type: ignore[attr-defined]
 
     @pytest.fixture
     def kept(self, states: str) -> str:

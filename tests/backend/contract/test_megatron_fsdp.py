@@ -1,7 +1,5 @@
 """Megatron-FSDP under the engine contract."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from tests.backend.contract.engine_contract import EngineContract

@@ -1,7 +1,5 @@
 """megatron-core's private names stand in one room, so that another version of it means changes there."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -9,12 +7,8 @@ import mpbridge
 
 ROOT = Path(mpbridge.__file__).parent
 INSIDE = (
-    "is_stub_optimizer",
-    "shard_fp32_groups",
-    "shard_float16_groups",
-    "shard_fp32_from_float16_groups",
-    "model_float16_groups",
-)
+    "is_stub_optimizer", "shard_fp32_groups", "shard_float16_groups", "shard_fp32_from_float16_groups", "model_float16_groups",
+)  # fmt: skip
 """What its optimizers are made of; public by their spelling, and no part of what it documents."""
 
 

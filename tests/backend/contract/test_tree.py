@@ -1,7 +1,5 @@
 """What the checkout holds at its top: the rooms that CONTRIBUTING.md describes, and nothing that a tool or a trial left behind."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,17 +10,8 @@ from tests.conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = {".ci", "configs", "docs", "mpbridge", "scripts", "tests"}
-FILES = {
-    ".gitignore",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "LICENSE",
-    "MANIFEST.in",
-    "README.md",
-    "mkdocs.yml",
-    "pyproject.toml",
-    "setup.py",
-}
+FILES = {".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md"}
+FILES |= {"mkdocs.yml", "pyproject.toml", "setup.py"}
 
 
 def test_files_that_a_suite_begins_with_are_there() -> None:

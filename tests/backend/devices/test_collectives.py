@@ -1,7 +1,5 @@
 """What ranks tell each other: exact, equal parts once, two collectives in any world, and little of it in one of 10,000 ranks (a fake group)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -137,8 +135,7 @@ def test_devices_of_a_fork_and_of_an_interface_that_was_named(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-FAKE = (
-    """
+FAKE = """
 import json, random, sys
 import torch
 import torch.distributed as dist
@@ -176,9 +173,7 @@ def observed(rank):
         followed=Followed(produced=near, read={mine[0]: {0: draw.gauss(0, 1)}}, group=tuple(range(rank % 32, WORLD, 32)), roots=draw.random(), loss=draw.random()),
     )
 
-"""
-    + COUNTED
-    + """
+COUNTED
 run = ConfigContainer.load("gpt_tiny").resolved()
 assert agree(run.policy) == run.policy.fingerprint()
 assert len(everywhere(observed(0))) == WORLD
@@ -196,8 +191,7 @@ for rank in range(0, WORLD, EVERY):
         total += gather._MARK + gather._LENGTH
         marks.setdefault(gather._mark(part), len(part))
 print(json.dumps([issued, received, EVERY * (total + sum(marks.values()))]))
-"""
-)
+""".replace("COUNTED\n", COUNTED)
 
 
 def said(world: int, tmp_path: Path) -> list:

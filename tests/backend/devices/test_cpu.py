@@ -1,7 +1,5 @@
 """The CPU layer redirects while it is active, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
@@ -24,30 +22,15 @@ class Adam(torch.optim.AdamW):
     """Stands for FusedAdam: OptimizerConfig looks at its signature."""
 
     def __init__(
-        self,
-        params: Any,
-        master_weight_dtype=None,
-        exp_avg_dtype=None,
-        exp_avg_sq_dtype=None,
-        use_decoupled_grad=None,
-        **options: Any,
-    ) -> None:
+        self, params: Any, master_weight_dtype=None, exp_avg_dtype=None, exp_avg_sq_dtype=None, use_decoupled_grad=None, **options: Any
+    ) -> None:  # fmt: skip
         super().__init__(params, **options)
 
 
 def owners() -> list[Any]:
     """Everything that could have been touched: torch's modules and classes, and megatron-core's with their classes."""
-    found = [
-        torch,
-        torch.cuda,
-        torch.cuda.random,
-        torch.random,
-        torch.Tensor,
-        torch.nn.Module,
-        torch.nn.functional,
-        torch.autograd,
-        torch.distributed,
-    ]
+    found: list[Any] = [torch, torch.cuda, torch.cuda.random, torch.random, torch.Tensor]
+    found += [torch.nn.Module, torch.nn.functional, torch.autograd, torch.distributed]
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and module is not None:
             found += [module, *(v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name)]
@@ -67,13 +50,8 @@ def snapshot() -> dict[tuple[int, str], tuple[str, int]]:
 def flags() -> tuple[Any, ...]:
     matmul = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     disabled = logging.getLogger("megatron.core.tensor_parallel.random").disabled
-    return (
-        matmul,
-        torch.get_default_dtype(),
-        disabled,
-        STUB in sys.modules,
-        len(torch.overrides._get_current_function_mode_stack()),
-    )
+    modes = len(torch.overrides._get_current_function_mode_stack())
+    return matmul, torch.get_default_dtype(), disabled, STUB in sys.modules, modes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,14 +66,8 @@ def disturb() -> None:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        disable_bf16_reduced_precision_matmul=True,
-    )
+    narrow = {"bf16": True, "params_dtype": torch.bfloat16, "disable_bf16_reduced_precision_matmul": True}
+    TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **narrow)
     torch.set_default_dtype(torch.bfloat16)
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch.cuda.Stream()
 
@@ -118,17 +90,10 @@ def test_nothing_is_left_behind(failing: bool) -> None:
 def test_inside_everything_that_asks_for_cuda_gets_the_cpu() -> None:
     with cpu_device():
         assert torch.cuda.current_device() == torch.device("cpu")
-        made = [
-            torch.zeros(2, device="cuda"),
-            torch.tensor([1.0], device="cuda:0"),
-            torch.ones_like(torch.zeros(1), device=torch.device("cuda", 0)),
-        ]
-        made += [
-            torch.empty(2, pin_memory=True, device="cuda"),
-            torch.zeros(1).cuda(),
-            torch.zeros(1).to("cuda"),
-            torch.zeros(1).to(device="cuda"),
-        ]
+        one = torch.zeros(1)
+        made = [torch.zeros(2, device="cuda"), torch.tensor([1.0], device="cuda:0")]
+        made += [torch.ones_like(one, device=torch.device("cuda", 0)), torch.empty(2, pin_memory=True, device="cuda")]
+        made += [one.cuda(), one.to("cuda"), one.to(device="cuda")]
         assert {str(tensor.device) for tensor in made} == {"cpu"}
         assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
         assert torch.nn.Linear(2, 2).to("cuda").weight.device.type == "cpu"
@@ -204,12 +169,8 @@ def test_on_cuda_nothing_is_redirected() -> None:
 def test_a_precision_aware_config_can_be_built_without_transformer_engine() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
-    aware = {
-        "lr": 1e-3,
-        "use_precision_aware_optimizer": True,
-        "use_distributed_optimizer": True,
-        "exp_avg_dtype": torch.bfloat16,
-    }
+    aware = dict.fromkeys(("use_precision_aware_optimizer", "use_distributed_optimizer"), True)
+    aware |= {"lr": 1e-3, "exp_avg_dtype": torch.bfloat16}
     with cpu_device(), pytest.raises((TypeError, RuntimeError)):  # as megatron-core 0.16 and 0.20 end
         OptimizerConfig(**aware)
     with cpu_device(fused_adam=Adam):
@@ -220,19 +181,18 @@ def test_a_precision_aware_config_can_be_built_without_transformer_engine() -> N
             import transformer_engine  # noqa: F401
 
 
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda a, b: torch.matmul(a, b),
-        lambda a, b: a @ b,
-        lambda a, b: a.mm(b),
-        lambda a, b: torch.nn.functional.linear(a, b.t()),
-        lambda a, b: torch.addmm(torch.zeros(8, 8, dtype=a.dtype), a, b),
-        lambda a, b: torch.einsum("ik,kj->ij", a, b),
-        lambda a, b: torch.bmm(a[None], b[None])[0],
-    ],
-    ids=["matmul", "operator", "mm", "linear", "addmm", "einsum", "bmm"],
-)
+PRODUCTS: dict[str, Any] = {
+    "matmul": lambda a, b: torch.matmul(a, b),
+    "operator": lambda a, b: a @ b,
+    "mm": lambda a, b: a.mm(b),
+    "linear": lambda a, b: torch.nn.functional.linear(a, b.t()),
+    "addmm": lambda a, b: torch.addmm(torch.zeros(8, 8, dtype=a.dtype), a, b),
+    "einsum": lambda a, b: torch.einsum("ik,kj->ij", a, b),
+    "bmm": lambda a, b: torch.bmm(a[None], b[None])[0],
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 def test_float16_products_are_multiplied_in_float32_and_rounded_once(product: Any) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(8, 4096), torch.randn(4096, 8)
@@ -267,16 +227,8 @@ def test_seeding_cuda_seeds_the_generator_that_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("device", "cuda"),
-    [
-        ("cuda", True),
-        ("cuda:1", True),
-        (torch.device("cuda", 0), True),
-        (0, True),
-        ("cpu", False),
-        (None, False),
-        (True, False),
-    ],
-)
+    [("cuda", True), ("cuda:1", True), (torch.device("cuda", 0), True), (0, True), ("cpu", False), (None, False), (True, False)],
+)  # fmt: skip
 def test_which_spellings_mean_cuda(device: Any, cuda: bool) -> None:
     assert names_cuda(device) is cuda
 

@@ -1,7 +1,5 @@
 """Products of FP32 factors are what the policy promises, whatever torch's settings were."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -14,11 +12,8 @@ import torch
 from mpbridge import get_mixed_precision_config, resolve
 from mpbridge.backend.devices.products import hold, reduced
 
-MATMULS = tuple(
-    one
-    for one in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    if hasattr(one, "fp32_precision")
-)
+_KNOWN = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+MATMULS = tuple(one for one in _KNOWN if hasattr(one, "fp32_precision"))
 """What has a setting by its newer name; none before torch 2.9, where one older switch allows TF32 on GPUs and BF16 on CPUs."""
 newer = pytest.mark.skipif(not MATMULS, reason="torch.backends.mkldnn.matmul is newer than this torch")
 FP32, BF16 = (resolve(get_mixed_precision_config(name)) for name in ("fp32", "full_bf16"))
@@ -28,12 +23,11 @@ def now() -> tuple[str, ...]:
     return tuple(one.fp32_precision for one in MATMULS)
 
 
-def by_the_older_name(value: str) -> Callable[[], None]:
-    return lambda: torch.set_float32_matmul_precision(value)
-
-
-def by_the_newer_name() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+ALLOW: dict[str, Callable[[], None]] = {
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "fp32_precision": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +39,7 @@ def settings() -> Iterator[None]:
 
 
 @newer
-@pytest.mark.parametrize(
-    "allow",
-    [by_the_older_name("high"), by_the_older_name("medium"), by_the_newer_name],
-    ids=["high", "medium", "fp32_precision"],
-)
+@pytest.mark.parametrize("allow", ALLOW.values(), ids=ALLOW)
 def test_fp32_is_ieee_while_it_is_held_and_torch_gets_its_settings_back(
     allow: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,9 +101,7 @@ print(reduced(policy), torch.backends.cuda.matmul.allow_tf32)
 give_back()
 print(reduced(policy), torch.backends.cuda.matmul.allow_tf32)
 """
-    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
-    )
+    command, environment = [sys.executable, "-c", code], os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
     assert done.stdout.splitlines() == ["{'cuda': 'tf32'}", "{} False", "{'cuda': 'tf32'} True"]
     assert "set to IEEE FP32" in done.stderr

@@ -1,7 +1,5 @@
 """Products of 16-bit matrices on a CPU without BF16 instructions: FP32 sums rounded once, in both directions, in the device layer alone."""
 
-from __future__ import annotations
-
 import time
 import warnings
 

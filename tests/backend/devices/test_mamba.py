@@ -1,7 +1,5 @@
 """Mamba-2's scan, convolution and gated norm against the recurrence of the paper (arXiv 2405.21060, eq. 1 and section 6), token by token in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -35,12 +33,9 @@ def drawn(tokens=13, heads=4, channels=3, groups=2, states=5, kind=torch.float32
     x, z = (torch.randn(2, tokens, heads, channels, generator=draw).to(kind) for _ in range(2))
     B, C = (torch.randn(2, tokens, groups, states, generator=draw).to(kind) for _ in range(2))
     dt = torch.randn(2, tokens, heads, generator=draw).to(kind)
-    A, D, bias = (
-        -torch.exp(torch.rand(heads, generator=draw)),
-        torch.randn(heads, generator=draw),
-        torch.randn(heads, generator=draw) - 2,
-    )
-    return x, dt, A, B, C, D, z, bias  # fmt: skip
+    A = -torch.exp(torch.rand(heads, generator=draw))
+    D, bias = torch.randn(heads, generator=draw), torch.randn(heads, generator=draw) - 2
+    return x, dt, A, B, C, D, z, bias
 
 
 def played(x, dt, A, B, C, D, z, bias, chunk=4):
@@ -60,9 +55,8 @@ def test_the_scan_is_the_papers_recurrence(tokens, chunk, heads, groups):
 
 def test_its_gradients_are_the_recurrences():
     given = drawn()
-    ours, truth = (
-        [one.to(kind, copy=True).requires_grad_() for one in given] for kind in (torch.float32, torch.float64)
-    )
+    kinds = (torch.float32, torch.float64)
+    ours, truth = ([one.to(kind, copy=True).requires_grad_() for one in given] for kind in kinds)
     weights = torch.linspace(-1, 1, given[0].numel(), dtype=torch.float64).view_as(given[0])
     (played(*ours)[0] * weights.float()).sum().backward()
     (recurrence(*truth)[0] * weights).sum().backward()
@@ -93,9 +87,8 @@ def test_a_scan_continues_from_a_state():
     first, rest = ([one[:, :6] if one.dim() > 1 else one for one in given], [one[:, 6:] if one.dim() > 1 else one for one in given])  # fmt: skip
     state = played(*first)[2]
     x, dt, A, B, C, D, z, bias = rest
-    out = mamba.mamba_chunk_scan_combined(
-        x, dt, A, B, C, 4, D, z, bias, initial_states=state, dt_softplus=True, return_final_states=True
-    )
+    how = {"initial_states": state, "dt_softplus": True, "return_final_states": True}
+    out = mamba.mamba_chunk_scan_combined(x, dt, A, B, C, 4, D, z, bias, **how)
     torch.testing.assert_close(out[0], whole[0][:, 6:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out[1], whole[2], rtol=1e-5, atol=1e-5)
 
@@ -135,9 +128,8 @@ def test_the_training_kernel_is_convolution_scan_and_gate():
     weight, offset = torch.randn(heads * channels + 2 * groups * states, 4) * 0.3, torch.randn(heads * channels + 2 * groups * states)  # fmt: skip
     mixed = torch.cat([x.flatten(2), B.flatten(2), C.flatten(2)], -1)
     projection = torch.cat([z.flatten(2), mixed, dt], -1).requires_grad_()
-    out = mamba.mamba_split_conv1d_scan_combined(
-        projection, weight, offset, bias, A, D, 4, headdim=channels, ngroups=groups, norm_before_gate=False
-    )
+    how = {"headdim": channels, "ngroups": groups, "norm_before_gate": False}
+    out = mamba.mamba_split_conv1d_scan_combined(projection, weight, offset, bias, A, D, 4, **how)
     convolved = mamba.causal_conv1d_fn(mixed.transpose(1, 2), weight, offset, activation="silu").transpose(1, 2)
     cx, cB, cC = convolved.double().split([heads * channels, groups * states, groups * states], -1)
     given = cx.unflatten(2, (heads, channels)), dt.double(), A.double(), cB.unflatten(2, (groups, states)), cC.unflatten(2, (groups, states))  # fmt: skip

@@ -1,7 +1,5 @@
 """An engine's state saved and taken back without a run around it, in the format of a run's checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

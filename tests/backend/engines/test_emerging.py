@@ -1,7 +1,5 @@
 """megatron-core's optimizers that share a model with Adam, where it has them: by Emerging-Optimizers on Python 3.12, with megatron-core 0.18 and later."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -70,51 +68,51 @@ def _inner(engine: Any, name: str) -> Any:
     return next(one for one in inner_optimizers(engine.optimizer) if name in type(one).__name__)
 
 
-def _zeroed(engine: Any) -> None:
-    lion = _inner(engine, "Lion")
-    own = lion.step
+def _around(name: str, before: Callable[[Any], None], after: Callable[[Any], None] = lambda inner: None) -> Any:
+    """Plants what happens to that optimizer before and after its own step."""
 
-    def step(*given: Any) -> Any:
-        for state in lion.state.values():
-            state["exp_avg"].zero_()
-        return own(*given)
+    def plant(engine: Any) -> None:
+        inner = _inner(engine, name)
+        own = inner.step
 
-    lion.step = step
+        def step(*given: Any) -> Any:
+            before(inner)
+            out = own(*given)
+            after(inner)
+            return out
+
+        inner.step = step
+
+    return plant
 
 
-def _doubled(engine: Any) -> None:
-    lion = _inner(engine, "Lion")
-    own = lion.step
+def _zeroed(lion: Any) -> None:
+    for state in lion.state.values():
+        state["exp_avg"].zero_()
 
-    def step(*given: Any) -> Any:
+
+def _scaled(factor: float) -> Callable[[Any], None]:
+    def scale(lion: Any) -> None:
         for group in lion.param_groups:
-            group["lr"] *= 2
-        out = own(*given)
-        for group in lion.param_groups:
-            group["lr"] /= 2
-        return out
+            group["lr"] *= factor
 
-    lion.step = step
+    return scale
 
 
-def _narrow_factors(engine: Any) -> None:
-    soap = _inner(engine, "SOAP")
-    own = soap.step
+def _narrow_factors(soap: Any) -> None:
+    for state in soap.state.values():
+        state["Q_L"] = state["Q_L"].bfloat16()
 
-    def step(*given: Any) -> Any:
-        out = own(*given)
-        for state in soap.state.values():
-            state["Q_L"] = state["Q_L"].bfloat16()
-        return out
 
-    soap.step = step
+PLANTS = {
+    "a mean of zeros": ("lion", _around("Lion", _zeroed), "optimizer step"),
+    "a doubled rate": ("lion", _around("Lion", _scaled(2.0), _scaled(0.5)), "optimizer step"),
+    "narrow factors": ("soap", _around("SOAP", lambda soap: None, _narrow_factors), "factors"),
+}
 
 
 @NEEDS
-@pytest.mark.parametrize(
-    ("name", "plant", "row"),
-    [("lion", _zeroed, "optimizer step"), ("lion", _doubled, "optimizer step"), ("soap", _narrow_factors, "factors")],
-)
+@pytest.mark.parametrize(("name", "plant", "row"), PLANTS.values(), ids=PLANTS)
 def test_the_audit_names_another_step(layer: None, name: str, plant: Callable[[Any], None], row: str) -> None:
     engine = build(name)
     rows = found(stepped(engine, plant))
@@ -133,13 +131,7 @@ def test_lion_steps_by_the_sign_of_adams_betas(layer: None) -> None:
     old, mean = weight.detach().clone(), lion.state[weight]["exp_avg"].clone()
     rate, decay = lion.param_groups[0]["lr"], lion.param_groups[0]["weight_decay"]
     seen: list[torch.Tensor] = []
-    own = lion.step
-
-    def step(*given: Any) -> Any:
-        seen.append(weight.grad.clone())
-        return own(*given)
-
-    lion.step = step
+    _around("Lion", lambda lion: seen.append(weight.grad.clone()))(engine)
     engine.train_step(batches, microbatches=1)
     wanted = old * (1 - rate * decay) - rate * torch.sign(0.9 * mean + 0.1 * seen[0])
     assert math.isclose(float((weight - wanted).abs().max()), 0.0, abs_tol=1e-6)

@@ -1,8 +1,6 @@
 """FSDP2 in one process: what is kept in FP32, what is refused, pipeline and output dtypes, RoPE, and who owns the main weights."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,25 +13,8 @@ from tests.backend.engines import tiny, two_ranks
 
 
 @pytest.fixture
-def build() -> Iterator[Any]:
-    from mpbridge.backend.devices import device_layer
-    from mpbridge.backend.engines.optimizers import CpuFusedAdam
-    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
-    from mpbridge.backend.engines.registry import build_engine
-
-    made: list[Any] = []
-    mine = start_process_group(False)
-
-    def make(kind: Any, **sections: Any) -> Any:
-        made.append(build_engine(tiny.run(kind, engine="fsdp2", **sections)))
-        return made[-1]
-
-    with device_layer(False, fused_adam=CpuFusedAdam):
-        yield make
-        for engine in made:
-            engine.close()
-    if mine:
-        stop_process_group()
+def build(engines: Any) -> Any:
+    return partial(engines, engine="fsdp2")
 
 
 def roles(engine: Any) -> dict[str, str]:
@@ -49,8 +30,7 @@ def test_a3_pattern_a_trains_exactly_what_fp32_masters_train(build: Any) -> None
     losses = {}
     for remainders in (True, False):
         engine = build({"recipe": "bf16_params_fp32_states", "store_param_remainders": remainders})
-        batches = tiny.batches()
-        losses[remainders] = [engine.train_step(batches, microbatches=2).loss for _ in range(5)]
+        losses[remainders] = tiny.losses(engine, 5)
         engine.close()
     # ties round away from zero with remainders and to even without, so equal but for ties
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
@@ -83,17 +63,11 @@ def test_a12_kept_parameters_are_fp32_in_storage_and_compute(build: Any) -> None
 def test_a12_a_router_can_be_kept(build: Any) -> None:
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
     engine = build({"recipe": "bf16_params_fp32_states", "keep_fp32": ["*router.weight"]}, model=experts)
-    before = {
-        name: parameter.full_tensor().clone()
-        for name, parameter in engine.named_parameters()
-        if name.endswith("router.weight")
-    }
+    kept = [parameter for name, parameter in engine.named_parameters() if name.endswith("router.weight")]
+    before = [weight.full_tensor().clone() for weight in kept]
     assert engine.train_step(tiny.batches(), microbatches=2).applied
-    after = dict(engine.named_parameters())
-    assert len(before) == 2
-    for name, weight in before.items():
-        assert weight.dtype is after[name].dtype is torch.float32
-        assert not torch.equal(after[name].full_tensor(), weight)
+    assert [weight.dtype for weight in kept] == [torch.float32] * 2
+    assert not any(torch.equal(weight.full_tensor(), old) for weight, old in zip(kept, before, strict=True))
 
 
 def test_a12_half_a_module_cannot_be_kept(build: Any) -> None:
@@ -112,23 +86,15 @@ def test_t4_rotary_angles_reach_the_layers_in_fp32_and_the_loss_is_fp32(build: A
     engine.model[0].register_forward_hook(lambda module, args, output: losses.append(output))
     engine.train_step(tiny.batches(), microbatches=1)
     assert angles[0].dtype is torch.float32
-    position, frequency = (
-        torch.arange(tiny.SEQ, dtype=torch.float32),
-        1.0 / (10000 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)),
-    )
-    wanted = torch.outer(position, frequency)
+    frequency = 1.0 / (10000 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16))
+    wanted = torch.outer(torch.arange(tiny.SEQ, dtype=torch.float32), frequency)
     assert torch.equal(torch.cos(angles[0].squeeze()[:, :8]), torch.cos(wanted)), "not one angle rounded"
     assert losses[0].dtype is torch.float32
 
 
 def test_refusals_come_all_at_once() -> None:
-    run = tiny.run(
-        "bf16",
-        world=2,
-        engine="fsdp2",
-        parallel={"tensor_model_parallel_size": 2},
-        ddp={"use_distributed_optimizer": True},
-    )
+    sections = {"parallel": {"tensor_model_parallel_size": 2}, "ddp": {"use_distributed_optimizer": True}}
+    run = tiny.run("bf16", world=2, engine="fsdp2", **sections)
     with pytest.raises(Refused) as caught:
         Fsdp2Engine.build(run)
     assert "tensor 2 parallelism" in str(caught.value)
@@ -136,14 +102,11 @@ def test_refusals_come_all_at_once() -> None:
     assert caught.value.exit_code == 1
 
 
-def test_further_tokens_are_predicted_as_on_megatron_core(build: Any) -> None:
-    from mpbridge.backend.engines.registry import build_engine
-
-    further = {"model": {"mtp_num_layers": 1}}
+def test_further_tokens_are_predicted_as_on_megatron_core(engines: Any) -> None:
     losses = []
-    for make in (lambda: build_engine(tiny.run("fp32", **further)), lambda: build("fp32", **further)):
-        engine, batches = make(), tiny.batches()
-        losses.append([engine.train_step(batches, microbatches=2).loss for _ in range(2)])
+    for name in ("mcore", "fsdp2"):
+        engine = engines("fp32", engine=name, model={"mtp_num_layers": 1})
+        losses.append(tiny.losses(engine, 2))
         assert any(name.startswith("mtp.") for name, _ in engine.named_parameters())
         engine.close()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -183,21 +146,14 @@ def _facts(engine: Any) -> dict[str, str]:
 @pytest.mark.parametrize("setting", FLIPS)
 def test_g1_each_setting_changes_what_the_guide_says_and_nothing_else(build: Any, setting: str) -> None:
     changes, wanted = FLIPS[setting]
-    usual = {
-        "storage": "float32",
-        "weight": "bfloat16",
-        "inside": "bfloat16",
-        "between": "bfloat16",
-        "grad": "float32",
-        "moment": "float32",
-    }
+    usual = dict.fromkeys(("storage", "grad", "moment"), "float32")
+    usual |= dict.fromkeys(("weight", "inside", "between"), "bfloat16")
     assert _facts(build({"recipe": "fp32_params_bf16_compute"} | changes)) == usual | wanted
 
 
 def test_sgd_has_no_main_copy_and_no_second_moment(build: Any) -> None:
     engine = build("fp32", optimizer={"optimizer": "sgd", "sgd_momentum": 0.9})
-    batches = tiny.batches()
-    losses = [engine.train_step(batches, microbatches=2).loss for _ in range(3)]
+    losses = tiny.losses(engine, 3)
     assert set(roles(engine)) == {"params", "grads", "exp_avg"}
     assert losses[-1] < losses[0]
 

@@ -1,9 +1,5 @@
 """Full BF16 on megatron-core: eight bytes per parameter, clipping that works, refused where it would silently be something else."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,37 +9,13 @@ from tests.backend.engines import tiny
 
 
 @pytest.fixture
-def build() -> Iterator[Any]:
-    from mpbridge.backend.devices import device_layer
-    from mpbridge.backend.engines.optimizers import CpuFusedAdam
-    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
-    from mpbridge.backend.engines.registry import build_engine
-
-    made: list[Any] = []
-    mine = start_process_group(False)
-
-    def make(kind: Any = "full_bf16", **sections: Any) -> Any:
-        made.append(build_engine(tiny.run(kind, engine="mcore", **sections)))
-        return made[-1]
-
-    with device_layer(False, fused_adam=CpuFusedAdam):
-        yield make
-        for engine in made:
-            engine.close()
-    if mine:
-        stop_process_group()
+def build(engines: Any) -> Any:
+    return lambda kind="full_bf16", **sections: engines(kind, engine="mcore", **sections)
 
 
 def test_t1_everything_is_bf16_at_eight_bytes_a_parameter(build: Any) -> None:
-    from mpbridge.observe.audit import AuditHook
-
-    engine, hook = build(), AuditHook()
-    training = SimpleNamespace(engine=engine)
-    hook.built(training)
-    hook.started(training)
-    hook.stepping(training)
-    hook.stepped(training, engine.train_step(tiny.batches(), microbatches=2))
-    report = hook.reports["live"]
+    engine = build()
+    report, _ = tiny.watched(engine, tiny.batches())
     size = sum(parameter.numel() for _, parameter in engine.named_parameters())
     paid = {finding.subject: finding.bytes / size for finding in report.findings if finding.bytes}
     assert paid == {"params": 2, "grads": 2, "exp_avg": 2, "exp_avg_sq": 2}
@@ -87,8 +59,8 @@ def test_t8_low_precision_moments_stay_at_fp32s_loss(build: Any) -> None:
     sharded = {"ddp": {"use_distributed_optimizer": True}}
     losses = {}
     for kind, sections in (("fp32", {}), ("bf16_mixed_bf16_moments", sharded), ("full_bf16", {})):
-        engine, batches = build(kind, **sections), tiny.batches()
-        losses[kind] = [engine.train_step(batches, microbatches=2).loss for _ in range(30)][-1]
+        engine = build(kind, **sections)
+        losses[kind] = tiny.losses(engine, 30)[-1]
         engine.close()
     low = abs(losses["bf16_mixed_bf16_moments"] / losses["fp32"] - 1)
     full = abs(losses["full_bf16"] / losses["fp32"] - 1)

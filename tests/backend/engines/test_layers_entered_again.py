@@ -1,7 +1,6 @@
 """An engine that was built in one device layer steps in a later one: the caller may leave it between build and step."""
 
-from __future__ import annotations
-
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,19 +17,13 @@ def test_an_engine_steps_in_a_layer_entered_after_the_one_that_built_it(world: A
     model = {"model": MOE | {"moe_token_dispatcher_type": dispatcher}} if dispatcher else {}
     losses = []
     for leave in (False, True):
-        made = tiny.run("bf16", world=1, **model)
-        if leave:
-            with device_layer(False):
-                engine = McoreEngine.build(made)
-            with device_layer(False):
-                pass
-            with device_layer(False):
-                losses.append(engine.train_step(tiny.batches(), microbatches=2).loss)
-                engine.close()
-        else:
-            with device_layer(False):
-                engine = McoreEngine.build(made)
-                losses.append(engine.train_step(tiny.batches(), microbatches=2).loss)
-                engine.close()
+        with ExitStack() as layer:
+            layer.enter_context(device_layer(False))
+            engine = McoreEngine.build(tiny.run("bf16", world=1, **model))
+            for _ in range(2 if leave else 0):
+                layer.close()
+                layer.enter_context(device_layer(False))
+            losses += tiny.losses(engine, 1)
+            engine.close()
     assert losses[0] == losses[1]
     assert torch.get_default_dtype() is torch.float32

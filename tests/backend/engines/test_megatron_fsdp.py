@@ -1,8 +1,5 @@
 """Megatron-FSDP in one process: weights move, one master copy, one truth for gradients, dtypes mapped or refused."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,38 +13,13 @@ CORE = "megatron_fsdp"
 
 
 @pytest.fixture
-def layered() -> Iterator[None]:
-    from mpbridge.backend.devices import device_layer
-    from mpbridge.backend.engines.optimizers import CpuFusedAdam
-    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
-
-    mine = start_process_group(False)
-    with device_layer(False, fused_adam=CpuFusedAdam):
-        yield
-    if mine:
-        stop_process_group()
-
-
-@pytest.fixture
-def build(layered: None) -> Iterator[Any]:
-    from mpbridge.backend.engines.registry import build_engine
-
-    made: list[Any] = []
-
-    def make(kind: Any = "bf16_megatron_fsdp", **more: Any) -> Any:
-        made.append(build_engine(tiny.run(kind, engine=CORE, **more)))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def build(engines: Any) -> Any:
+    return lambda kind="bf16_megatron_fsdp", **more: engines(kind, engine=CORE, **more)
 
 
 def _moved(engine: Any, steps: int = 1) -> float:
     before = {name: p._local_tensor.clone() for name, p in engine.named_parameters()}
-    batches = tiny.batches()
-    for _ in range(steps):
-        engine.train_step(batches, microbatches=2)
+    tiny.losses(engine, steps)
     return max(float((p._local_tensor - before[name]).abs().max()) for name, p in engine.named_parameters())
 
 
@@ -58,7 +30,7 @@ def test_m1_weights_move_with_a_precision_aware_optimizer(build: Any) -> None:
     assert _moved(engine) == pytest.approx(1e-3, rel=0.05)
 
 
-def test_m1_upstreams_own_wiring_moves_nothing(layered: None) -> None:
+def test_m1_upstreams_own_wiring_moves_nothing(layer: None) -> None:
     """Why the engine does not use megatron-core 0.16.1's factory: if this fails, upstream has mended it."""
     from functools import partial
 
@@ -97,17 +69,6 @@ def test_m1_upstreams_own_wiring_moves_nothing(layered: None) -> None:
     parallel.stop()
 
 
-def test_m2_there_is_one_master_copy(build: Any) -> None:
-    engine = build()
-    engine.train_step(tiny.batches(), microbatches=1)
-    states = [state for part in engine.optimizer.parts for state in part.state.values()]
-    assert {name for state in states for name in state} <= {"exp_avg", "exp_avg_sq", "step"}
-    size = sum(parameter.numel() for _, parameter in engine.named_parameters())
-    assert sum(
-        t.numel() * t.element_size() for s in states for k, t in s.items() if k != "step"
-    ) / size == pytest.approx(8)
-
-
 SCALINGS = (None, "delayed", "tensorwise", "blockwise", "mxfp8")
 
 
@@ -129,19 +90,14 @@ def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, scaling: str | Non
     assert all(shard.grad is not None for shard in engine.optimizer.shards.values())
 
 
-PLAIN = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+NARROW: dict[str, object] = {"grad_reduce_in_fp32": False}
+PLAIN = dict.fromkeys(("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
+PLAIN |= {"use_precision_aware_optimizer": False}
 
 
 @pytest.mark.parametrize(
     ("changes", "dtypes"),
-    [
-        ({}, ("bf16", "fp32", "fp32")),
-        ({"grad_reduce_in_fp32": False}, ("bf16", "fp32", "bf16")),
-        (
-            {"grad_reduce_in_fp32": False, "main_params_dtype": "bf16", "main_grads_dtype": "bf16"} | PLAIN,
-            ("bf16", None, "bf16"),
-        ),
-    ],
+    [({}, ("bf16", "fp32", "fp32")), (NARROW, ("bf16", "fp32", "bf16")), (NARROW | PLAIN, ("bf16", None, "bf16"))],
     ids=["fp32 gradients: 2+4+4", "bf16 gradients: 2+4+2", "no main weights: 2+0+2"],
 )
 def test_m6_main_weights_and_gradients_have_the_dtypes_asked_for(build: Any, changes: Any, dtypes: Any) -> None:
@@ -170,15 +126,13 @@ def test_m7_the_distributed_optimizer_is_switched_on_and_nonsense_refused(
 
 
 def test_m8_a_checkpoint_with_a_duplicate_master_loads_and_the_duplicate_is_dropped(build: Any) -> None:
-    engine, batches = build(), tiny.batches()
-    for _ in range(2):
-        engine.train_step(batches, microbatches=1)
+    engine = build()
+    tiny.losses(engine, 2, 1)
     saved = {name: shard.detach().clone() for name, shard in engine.optimizer.shards.items()}
     state = _plain(engine.state())
     # what FusedAdam's second copy would have left in an old checkpoint: stale, never read
     state["optimizer"]["master_param"] = {name: torch.zeros_like(value) for name, value in saved.items()}
-    for _ in range(2):
-        engine.train_step(batches, microbatches=1)
+    tiny.losses(engine, 2, 1)
     engine.load_state(state)
     assert all(torch.equal(shard, saved[name]) for name, shard in engine.optimizer.shards.items())
     assert all("master_param" not in one for part in engine.optimizer.parts for one in part.state.values())
@@ -191,20 +145,11 @@ def _plain(state: Any) -> Any:
     return state.data.clone() if hasattr(state, "global_shape") else state
 
 
-def test_one_process_gradients_are_not_doubled(build: Any) -> None:
-    from mpbridge.backend.engines.registry import build_engine
-
-    reference = build_engine(tiny.run("fp32"))
-    wanted = [
-        (r.loss, r.grad_norm)
-        for batches in [tiny.batches()]
-        for r in [reference.train_step(batches, microbatches=3) for _ in range(2)]
-    ]
-    reference.close()
-    engine = build("fp32")
-    found = [
-        (r.loss, r.grad_norm)
-        for batches in [tiny.batches()]
-        for r in [engine.train_step(batches, microbatches=3) for _ in range(2)]
-    ]
-    assert found == [pytest.approx(pair, rel=1e-6) for pair in wanted]
+def test_one_process_gradients_are_not_doubled(engines: Any) -> None:
+    found = []
+    for name in ("mcore", CORE):
+        engine, batches = engines("fp32", engine=name), tiny.batches()
+        results = [engine.train_step(batches, microbatches=3) for _ in range(2)]
+        found.append([number for result in results for number in (result.loss, result.grad_norm)])
+        engine.close()
+    assert found[1] == pytest.approx(found[0], rel=1e-6)

@@ -1,7 +1,5 @@
 """What torch 2.6 lacks is refused where it is needed, and nowhere else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

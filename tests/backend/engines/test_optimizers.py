@@ -1,7 +1,5 @@
 """CpuFusedAdam: Transformer Engine's arithmetic, torch's results, and a state that survives every storage format and every round trip."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ from mpbridge.backend.engines.optimizers import LARGEST, CpuFusedAdam
 from mpbridge.common.errors import BadValue
 from mpbridge.numerics.optimizers import join, split
 
+ROLES = ("exp_avg", "exp_avg_sq", "master_param")
 BF16, FP16, FP32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 SHAPES = [(33, 7), (5,), (300, 500), (1,)]
 
@@ -44,17 +43,9 @@ def train(
         optimizer.step()
 
 
-def as_in_adam_cu(
-    params: list[torch.Tensor],
-    steps: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-    decoupled: bool,
-) -> None:
-    """adam.cu's update written out in FP32, one operation after the other."""
+def as_in_adam_cu(params: list[torch.Tensor], steps: int, *, decoupled: bool) -> None:
+    """adam.cu's update under OPTIONS, written out in FP32, one operation after the other."""
+    lr, betas, eps, decay = OPTIONS.values()
     one = torch.ones((), dtype=FP32)
     b1, b2 = (torch.tensor(b, dtype=FP32) for b in betas)
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
@@ -70,7 +61,7 @@ def as_in_adam_cu(
             p.sub_(lr * (update + decay * p if decoupled else update))
 
 
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "l2"])
@@ -81,7 +72,7 @@ def test_the_update_is_transformer_engines(decoupled: bool, dtype: torch.dtype) 
     # with BF16 moments the arithmetic is adam.cu's own order; only the first step's result is free of the storage's rounding
     steps = 50 if dtype is FP32 else 1
     train(optimizer, ours, steps)
-    as_in_adam_cu(theirs, steps, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, decay=0.1, decoupled=decoupled)
+    as_in_adam_cu(theirs, steps, decoupled=decoupled)
     for mine, other in zip(ours, theirs, strict=True):
         # weights stay below 1 and every step rounds them, 2**-24 at most, in another order
         assert other.abs().max() < 1.0
@@ -132,51 +123,28 @@ def test_remainders_are_the_same_training_as_fp32_main_weights() -> None:
         )
 
 
-STATES = [
-    pytest.param({}, {"exp_avg": FP32, "exp_avg_sq": FP32, "master_param": FP32}, 0.0, id="all fp32"),
-    pytest.param(
-        {"store_param_remainders": True},
-        {"exp_avg": FP32, "exp_avg_sq": FP32, "master_param": torch.int16},
-        1e-6,
-        id="remainders",
-    ),
-    pytest.param(
-        {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
-        {"exp_avg": BF16, "exp_avg_sq": BF16, "master_param": FP32},
-        0.05,
-        id="bf16 moments",
-    ),
-    pytest.param(
-        {"exp_avg_dtype": U8, "exp_avg_sq_dtype": FP16},
-        {"exp_avg": U8, "exp_avg_sq": FP16, "master_param": FP32},
-        0.2,
-        id="fp8 and fp16 moments",
-    ),
-    pytest.param(
-        {"exp_avg_dtype": U8, "exp_avg_sq_dtype": U8},
-        {"exp_avg": U8, "exp_avg_sq": U8, "master_param": FP32},
-        0.6,
-        id="fp8 moments",
-    ),
-    pytest.param(
-        {"master_weight_dtype": FP16},
-        {"exp_avg": FP32, "exp_avg_sq": FP32, "master_param": FP16},
-        0.05,
-        id="fp16 main weights",
-    ),
-]
+# options -> (dtypes of exp_avg, exp_avg_sq and the main weight; how far an update may be off)
+STATES: dict[str, tuple[dict[str, Any], tuple[torch.dtype, ...], float]] = {
+    "all fp32": ({}, (FP32, FP32, FP32), 0.0),
+    "remainders": ({"store_param_remainders": True}, (FP32, FP32, torch.int16), 1e-6),
+    "bf16 moments": ({"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, (BF16, BF16, FP32), 0.05),
+    "fp8 and fp16 moments": ({"exp_avg_dtype": U8, "exp_avg_sq_dtype": FP16}, (U8, FP16, FP32), 0.2),
+    "fp8 moments": ({"exp_avg_dtype": U8, "exp_avg_sq_dtype": U8}, (U8, U8, FP32), 0.6),
+    "fp16 main weights": ({"master_weight_dtype": FP16}, (FP32, FP32, FP16), 0.05),
+}
 
 
-@pytest.mark.parametrize(("options", "dtypes", "tolerance"), STATES)
-def test_states_are_stored_in_their_dtype_and_train_alike(
-    options: dict[str, Any], dtypes: dict[str, torch.dtype], tolerance: float
-) -> None:
+@pytest.mark.parametrize("kind", STATES)
+def test_states_are_stored_in_their_dtype_and_train_alike(kind: str) -> None:
+    options, dtypes, tolerance = STATES[kind]
     params, exact = parameters(BF16), parameters(BF16)
     optimizer, reference = aware(params, **options), aware(exact)
     train(optimizer, params, 10, decoupled=True)
     train(reference, exact, 10, decoupled=True)
     for param, other, first in zip(params, exact, parameters(BF16), strict=True):
-        assert {name: value.dtype for name, value in optimizer.state[param].items()} == dtypes
+        assert {name: value.dtype for name, value in optimizer.state[param].items()} == dict(
+            zip(ROLES, dtypes, strict=True)
+        )
         start = first.detach().float()
         moved = (param.detach().float() - start).norm()
         assert moved > 0
@@ -184,11 +152,9 @@ def test_states_are_stored_in_their_dtype_and_train_alike(
         assert apart <= tolerance * moved + 2.0**-8 * start.norm() * (tolerance > 0)
 
 
-@pytest.mark.parametrize(("options", "dtypes", "tolerance"), STATES)
-def test_a_saved_state_goes_on_to_the_bit(
-    options: dict[str, Any], dtypes: dict[str, torch.dtype], tolerance: float
-) -> None:
-    params = parameters(BF16)
+@pytest.mark.parametrize("kind", STATES)
+def test_a_saved_state_goes_on_to_the_bit(kind: str) -> None:
+    params, options = parameters(BF16), STATES[kind][0]
     optimizer = aware(params, **options)
     train(optimizer, params, 3, decoupled=True)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -200,7 +166,7 @@ def test_a_saved_state_goes_on_to_the_bit(
     train(resumed, copies, 3, decoupled=True, seed=2)
     for param, other in zip(params, copies, strict=True):
         assert torch.equal(param, other)
-        for name in dtypes:
+        for name in ROLES:
             assert torch.equal(optimizer.state[param][name], resumed.state[other][name]), name
 
 
@@ -252,14 +218,9 @@ def test_the_step_is_a_groups_and_an_empty_group_has_none() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"amsgrad": True},
-        {"capturable": True},
-        {"exp_avg_dtype": torch.float64},
-        {"master_weights": True, "master_weight_dtype": BF16},
-    ],
+    [{"amsgrad": True}, {"capturable": True}, {"exp_avg_dtype": torch.float64}, {"master_weights": True, "master_weight_dtype": BF16}],
     ids=lambda options: next(iter(options)),
-)
+)  # fmt: skip
 def test_what_fused_adam_does_not_have_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadValue, match="FusedAdam has no"):
         CpuFusedAdam(parameters(), **options)

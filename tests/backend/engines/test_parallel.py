@@ -1,7 +1,5 @@
 """Process groups and megatron-core's parallel state come, are used again, and go."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any

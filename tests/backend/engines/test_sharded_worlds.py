@@ -1,7 +1,5 @@
 """FSDP2 and Megatron-FSDP at two processes, the wire and the ranks' agreement: one launch, many questions (two_ranks.py)."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

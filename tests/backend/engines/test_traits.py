@@ -1,7 +1,5 @@
 """Engines are what their traits say, and nobody else names them; another package's engine trains like a built-in one."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import sys

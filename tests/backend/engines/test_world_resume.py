@@ -1,7 +1,5 @@
 """Two processes on gloo: a checkpoint goes on to the bit in its own layout, and to six digits in another."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

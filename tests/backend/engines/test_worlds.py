@@ -1,7 +1,5 @@
 """Two processes on gloo: every parallel layout trains as one process does, and what cannot work is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

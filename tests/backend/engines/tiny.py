@@ -1,8 +1,7 @@
 """Tiny runs: two layers of 64, learnable synthetic text, so that a test takes seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,17 +12,9 @@ SEQ, VOCAB, HIDDEN = 32, 64, 64
 RECIPES = {"fp32": "fp32", "bf16": "bf16_mixed", "fp16": "fp16_mixed"}
 
 MODEL = {
-    "num_layers": 2,
-    "hidden_size": HIDDEN,
-    "num_attention_heads": 4,
-    "vocab_size": VOCAB,
-    "max_sequence_length": SEQ,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "share_embeddings_and_output_weights": True,
-}
+    "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "add_bias_linear": False, "position_embedding_type": "rope", "share_embeddings_and_output_weights": True,
+}  # fmt: skip
 
 
 def run(
@@ -62,3 +53,23 @@ def batches(*, rank: int = 0, size: int = 1, micro: int = 2, seed: int = 0) -> I
             "position_ids": positions,
             "loss_mask": torch.ones(micro, SEQ),
         }
+
+
+def losses(engine: Any, steps: int, microbatches: int = 2) -> list[float]:
+    text = batches()
+    return [engine.train_step(text, microbatches=microbatches).loss for _ in range(steps)]
+
+
+def watched(engine: Any, text: Iterator[Any], steps: int = 1, mode: Any = "stop") -> tuple[Any, list[Any]]:
+    """(audit of the last step, results) of steps under a hook, made as the training loop makes them."""
+    from mpbridge.observe.audit.hook import AuditHook
+
+    hook, training, results = AuditHook(mode=mode), SimpleNamespace(engine=engine), []
+    hook.built(training)
+    hook.started(training)
+    for _ in range(steps):
+        hook.stepping(training)
+        results.append(engine.train_step(text, microbatches=2))
+        hook.stepped(training, results[-1])
+    hook.closed()
+    return hook.reports["live"], results

@@ -45,13 +45,10 @@ def _steps(engine: Any, count: int = 2, microbatches: int = 2) -> list[Any]:
 
 def losses(folder: Path) -> Any:
     found = {}
-    for engine in ("mcore", "fsdp2", "megatron_fsdp"):
-        built = _engine("fp32", engine)
-        found[engine] = [(result.loss, result.grad_norm) for result in _steps(built)]
-        built.close()
-    for strategy in ("optim", "optim_grads"):
-        built = _engine("fp32", "megatron_fsdp", ddp={"data_parallel_sharding_strategy": strategy})
-        found[strategy] = [(result.loss, result.grad_norm) for result in _steps(built)]
+    for name in ("mcore", "fsdp2", "megatron_fsdp", "optim", "optim_grads"):
+        strategy = {"ddp": {"data_parallel_sharding_strategy": name}} if name.startswith("optim") else {}
+        built = _engine("fp32", "megatron_fsdp" if strategy else name, **strategy)
+        found[name] = [(result.loss, result.grad_norm) for result in _steps(built)]
         built.close()
     return found
 
@@ -102,12 +99,9 @@ def compute_and_wire(folder: Path) -> Any:
         linear.register_forward_hook(look)
         results = _steps(built)
         parameter = dict(built.named_parameters())["decoder.layers.0.mlp.linear_fc1.weight"]
-        seen |= {
-            "storage": str(parameter.dtype),
-            "grad": str(parameter.grad.dtype),
-            "rows": str(parameter._local_tensor.shape[0]),
-        }
-        seen |= {"moment": str(built.optimizer.state_of("decoder.layers.0.mlp.linear_fc1.weight")["exp_avg"].dtype)}
+        moment = built.optimizer.state_of("decoder.layers.0.mlp.linear_fc1.weight")["exp_avg"]
+        seen |= {"storage": str(parameter.dtype), "grad": str(parameter.grad.dtype), "moment": str(moment.dtype)}
+        seen["rows"] = str(parameter._local_tensor.shape[0])
         found[reduce] = seen | {"reduced": sorted(str(kind) for kind in built.reduced), "loss": results[-1].loss}
         built.close()
     assert torch.get_default_dtype() is torch.float32
@@ -196,29 +190,21 @@ def wire_audited(folder: Path) -> Any:
                 for holder in [group] if hasattr(group, "mp_policy") else group.fsdp_params:
                     holder.mp_policy = dataclasses.replace(holder.mp_policy, reduce_dtype=torch.bfloat16)
     found = {"narrow": _wire(narrow)}
-    experts = {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 32,
-        "moe_token_dispatcher_type": "allgather",
-    }
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+    experts |= {"moe_token_dispatcher_type": "allgather"}
     found["experts"] = _wire(_engine("bf16", "mcore", model=experts, parallel={"expert_model_parallel_size": 2}))
     return found
 
 
 def _wire(built: Any) -> Any:
-    from types import SimpleNamespace
+    import torch.distributed as dist
 
-    from mpbridge.observe.audit import AuditHook
+    from tests.backend.engines import tiny
 
-    hook, training = AuditHook(mode="warn"), SimpleNamespace(engine=built)
-    hook.built(training)
-    hook.started(training)
-    hook.stepping(training)
-    hook.stepped(training, _steps(built, 1)[0])
+    report, _ = tiny.watched(built, tiny.batches(rank=dist.get_rank(), size=2), mode="warn")
     built.close()
-    finding = hook.reports["live"].find("wire: gradients")
-    return [finding.promised, finding.found, [fault.subject for fault in hook.reports["live"].faults]]
+    finding = report.find("wire: gradients")
+    return [finding.promised, finding.found, [fault.subject for fault in report.faults]]
 
 
 def norms(folder: Path) -> Any:
@@ -229,11 +215,8 @@ def norms(folder: Path) -> Any:
     for engine, kind in (("fsdp2", "bf16_params_fp32_states"), ("megatron_fsdp", "bf16_megatron_fsdp")):
         built = _engine(kind, engine, optimizer={"clip_grad": 0.5})
         result = _steps(built, 1)[0]
-        squares = sum(
-            float(shard.grad.float().square().sum())
-            for shard in built.optimizer.shards.values()
-            if shard.grad is not None
-        )
+        grads = [shard.grad for shard in built.optimizer.shards.values() if shard.grad is not None]
+        squares = sum(float(grad.float().square().sum()) for grad in grads)
         found[engine] = {"reported": result.grad_norm, "clipped": _summed(squares) ** 0.5}
         assert torch.isfinite(torch.tensor(result.grad_norm))
         built.close()
@@ -294,20 +277,15 @@ def muon(folder: Path) -> Any:
     from tests.backend.engines import tiny
 
     # rows that two ranks cannot share evenly
-    built, batches = (
-        _engine("fp32", "fsdp2", optimizer=MUON, model={"ffn_hidden_size": 63}),
-        tiny.batches(rank=dist.get_rank(), size=2),
-    )
+    built = _engine("fp32", "fsdp2", optimizer=MUON, model={"ffn_hidden_size": 63})
+    batches = tiny.batches(rank=dist.get_rank(), size=2)
     apart, matrices = muon_apart(built, batches)
     before = Before(built)
     result = built.train_step(batches, microbatches=2)
     report = audit(built.run.policy, built, stage="live", before=before, result=result, microbatches=2)
     built.close()
-    return (
-        apart,
-        matrices,
-        {one.subject: (one.found, one.ok) for one in report.findings if one.subject in ("trained by", "newton-schulz")},
-    )
+    subjects = [report.find(subject) for subject in ("trained by", "newton-schulz")]
+    return apart, matrices, {one.subject: (one.found, one.ok) for one in subjects}
 
 
 def unsharded_modes(folder: Path) -> Any:
@@ -335,17 +313,8 @@ def unsharded_modes(folder: Path) -> Any:
 
 
 SCENARIOS = (
-    losses,
-    bytes_a_parameter,
-    compute_and_wire,
-    resumed,
-    disagreement,
-    broken_on_one_rank,
-    wire_audited,
-    norms,
-    muon,
-    unsharded_modes,
-)
+    losses, bytes_a_parameter, compute_and_wire, resumed, disagreement, broken_on_one_rank, wire_audited, norms, muon, unsharded_modes,
+)  # fmt: skip
 
 
 def main() -> None:

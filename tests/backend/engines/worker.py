@@ -3,8 +3,6 @@
 Run by `world` below; `python worker.py OUT WEIGHTS` under torchrun's environment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -81,20 +79,13 @@ def _scenario(name: str, kind: str, weights: Path) -> dict[str, Any]:
             return {"refused": str(refusal)}
         rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         if name.startswith("pp2") or name == "vpp2" or (torch.distributed.get_world_size() == 1):
-            _same_start(engine, weights / f"{_family(name)}.pt")
+            _same_start(engine, weights / f"{FAMILIES.get(name, 'tied')}.pt")
         batches = tiny.batches(rank=rank, size=size)
         results = [engine.train_step(batches, microbatches=4 // size) for _ in range(STEPS)]
         held = engine.evaluate(batches, microbatches=4 // size)
-        roles = sorted({(live.role, str(live.tensor.dtype).removeprefix("torch.")) for live in engine.tensors()})
         names = [parameter for parameter, _ in engine.named_parameters()]
         engine.close()
-    return {
-        "losses": [r.loss for r in results],
-        "norms": [r.grad_norm for r in results],
-        "held": held,
-        "roles": roles,
-        "names": names,
-    }
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "held": held, "names": names}
 
 
 def _resume(name: str, kind: str, folder: Path) -> dict[str, Any]:
@@ -134,23 +125,14 @@ def _resume(name: str, kind: str, folder: Path) -> dict[str, Any]:
             engine.load_state(dist_checkpointing.load(engine.state(loading=True), str(place)))
             found[other] = go(engine, 3, 2)
             if other == name:
-                found["equal"] = all(
-                    torch.equal(tensor, final[parameter]) for parameter, tensor in engine.named_parameters()
-                )
+                found["equal"] = all(torch.equal(tensor, final[one]) for one, tensor in engine.named_parameters())
             engine.close()
     return found
 
 
-def _family(name: str) -> str:
-    """Which initial weights: file stem."""
-    return {
-        "pp2_untied": "untied",
-        "one_untied": "untied",
-        "vpp2": "deep",
-        "one_deep": "deep",
-        "one_rms": "rms",
-        "one_moe": "moe",
-    }.get(name, "tied")
+FAMILIES = {"one_rms": "rms", "one_moe": "moe"}
+FAMILIES |= {"pp2_untied": "untied", "one_untied": "untied", "vpp2": "deep", "one_deep": "deep"}
+"""Scenario -> its initial weights, by a file's stem; 'tied' where it is not named."""
 
 
 def _same_start(engine: Any, file: Path) -> None:
@@ -180,18 +162,10 @@ def main() -> None:
     reports: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reports, found)
     if torch.distributed.get_rank() == 0:
-        out.write_text(
-            json.dumps(
-                {
-                    key: reports[0][key]
-                    | {
-                        "all_names": [r[key].get("names", []) for r in reports],
-                        "every": [r[key].get("losses") for r in reports],
-                    }
-                    for key in found
-                }
-            )
-        )
+        for key, row in found.items():
+            row["all_names"] = [report[key].get("names", []) for report in reports]
+            row["every"] = [report[key].get("losses") for report in reports]
+        out.write_text(json.dumps(found))
     stop_process_group()
 
 

@@ -1,14 +1,10 @@
 """Frozen parameters and low-rank adapters: who trains, in which dtype, what the audit says of it, and checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
-from mpbridge.backend.engines.mcore import McoreEngine
-from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.observe.audit.examine import audit
 from mpbridge.observe.audit.snapshot import Before
@@ -27,17 +23,8 @@ BASE: dict[str, Any] = {"recipe": "bf16_mixed", "frozen": ["*"]}
 
 
 @pytest.fixture
-def build(layer: None) -> Any:
-    made: list[McoreEngine] = []
-
-    def make(kind: Any = BASE, **sections: Any) -> McoreEngine:
-        sections["model"] = LORA | sections.get("model", {})
-        made.append(build_engine(tiny.run(kind, **sections)))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def build(engines: Any) -> Any:
+    return lambda kind=BASE, model=(), **sections: engines(kind, model=LORA | dict(model), **sections)
 
 
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -64,9 +51,8 @@ def test_adapters_train_beside_a_base_that_does_not_change(build: Any, name: str
     base = {"fp32": torch.float32, "fp16": torch.float16}.get(name, torch.bfloat16)
     wide = torch.float32 if "lora_dtype" in kind else base
     assert dtypes == {path: wide if ".adapter." in path else base for path in found}
-    batches = tiny.batches()
-    results = [engine.train_step(batches, microbatches=2) for _ in range(6)]
-    assert results[-1].loss < results[0].loss
+    losses = tiny.losses(engine, 6)
+    assert losses[-1] < losses[0]
     moved = {path for path, one in found.items() if not torch.equal(one, before[path])}
     assert moved == {path for path in found if ".adapter." in path}
 
@@ -74,9 +60,7 @@ def test_adapters_train_beside_a_base_that_does_not_change(build: Any, name: str
 def test_an_adapter_is_a_product_of_low_rank_added_to_its_linear(build: Any) -> None:
     """Against a model without adapters whose weights are W + alpha / rank x B A."""
     engine = build({"recipe": "fp32", "frozen": ["*"]})
-    batches = tiny.batches()
-    for _ in range(3):
-        engine.train_step(batches, microbatches=2)
+    tiny.losses(engine, 3)
     weights = {name: one.detach().clone() for name, one in engine.named_parameters()}
     loss = engine.evaluate(tiny.batches(seed=3), microbatches=2)
     engine.close()
@@ -87,21 +71,16 @@ def test_an_adapter_is_a_product_of_low_rank_added_to_its_linear(build: Any) -> 
         one.data.copy_(weights[name] + 8 / 4 * low)
     merged = plain.evaluate(tiny.batches(seed=3), microbatches=2)
     assert loss == pytest.approx(merged, rel=1e-5)
-    assert loss != pytest.approx(engine_without(plain, weights), rel=1e-3)
-
-
-def engine_without(plain: Any, weights: dict[str, torch.Tensor]) -> float:
     for name, one in plain.named_parameters():
         one.data.copy_(weights[name])
-    return float(plain.evaluate(tiny.batches(seed=3), microbatches=2))
+    assert loss != pytest.approx(plain.evaluate(tiny.batches(seed=3), microbatches=2), rel=1e-3)
 
 
-def judged(engine: Any, between: Any = lambda engine: None) -> dict[str, Any]:
-    """The findings of one step; between: what happens to the engine after its state was noted and before the step."""
+def judged(engine: Any) -> dict[str, Any]:
+    """The findings of the second of two steps."""
     batches = tiny.batches()
     engine.train_step(batches, microbatches=2)
     before = Before(engine)
-    between(engine)
     result = engine.train_step(batches, microbatches=2)
     report = audit(engine.run.policy, engine, stage="live", before=before, result=result, microbatches=2)
     return {finding.subject: finding for finding in report.findings}
@@ -137,19 +116,14 @@ def test_a_checkpoint_holds_the_states_of_what_trains(build: Any, tmp_path: Any,
     """Two steps, a checkpoint, two more: as four in one go. megatron-core alone fails for a frozen layer, and for FP32 parameters under plain DDP."""
     kind, model = SAVED[name]
     sections = {"model": model, "ddp": {"use_distributed_optimizer": sharded}, "optimizer": {"lr": 1e-2}}
-    one, batches = build(kind, **sections), tiny.batches()
-    for _ in range(2):
-        one.train_step(batches, microbatches=2)
+    one = build(kind, **sections)
+    tiny.losses(one, 2)
     save(one, tmp_path / "saved")
-    going_on = [one.train_step(batches, microbatches=2) for _ in range(2)]
+    going_on = [one.train_step(tiny.batches(seed=step), microbatches=2) for step in (1, 2)]
     one.close()
     other = build(kind, **sections)
     load(other, tmp_path / "saved")
-    batches = tiny.batches()
-    for _ in range(4):
-        next(batches)
-    again = [other.train_step(batches, microbatches=2) for _ in range(2)]
-    assert [(r.loss, r.grad_norm) for r in again] == [(r.loss, r.grad_norm) for r in going_on]
+    assert [other.train_step(tiny.batches(seed=step), microbatches=2) for step in (1, 2)] == going_on
 
 
 def test_what_cannot_be_is_refused(build: Any) -> None:

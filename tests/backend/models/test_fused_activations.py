@@ -1,7 +1,5 @@
 """Activations that megatron-core fuses with the bias: those that pass our rule train with its kernel, those that do not have none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,12 +9,8 @@ from mpbridge.common.errors import MpbridgeError, Refused
 from tests.backend.engines import tiny
 
 EXPERTS = {
-    "num_moe_experts": 2,
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "moe_ffn_hidden_size": 64,
-    "add_bias_linear": False,
-}
+    "num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 64, "add_bias_linear": False,
+}  # fmt: skip
 
 
 def fused(engine: McoreEngine) -> None:
@@ -29,16 +23,9 @@ def fused(engine: McoreEngine) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "gated", "experts"),
-    [
-        ("gelu", False, {}),
-        ("silu", False, {}),
-        ("quick_gelu", True, {}),
-        ("gelu", True, EXPERTS),
-        ("silu", True, EXPERTS),
-        ("quick_gelu", True, EXPERTS),
-    ],
+    [("gelu", False, {}), ("silu", False, {}), ("quick_gelu", True, {}), *((kind, True, EXPERTS) for kind in ("gelu", "silu", "quick_gelu"))],
     ids=lambda value: "experts" if value else "dense" if isinstance(value, dict) else None,
-)
+)  # fmt: skip
 def test_a_fused_activation_is_accepted_where_megatron_core_has_its_kernel(
     layer: None, kind: str, gated: bool, experts: dict[str, Any]
 ) -> None:

@@ -1,7 +1,5 @@
 """The model builder on a CPU: attention, norms, experts, latent attention, logits in FP32, parameters kept in FP32, what a CPU refuses."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -19,33 +17,19 @@ from mpbridge.planning.capability import ASSUMED
 from tests.backend.engines import tiny
 
 LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 16,
-    "rope_type": "rope",
-}
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16, "rope_type": "rope",
+}  # fmt: skip
 
 
 @pytest.fixture
-def build(layer: None) -> Any:
-    made: list[McoreEngine] = []
-
-    def make(kind: Any = "bf16", *, backend: Any = None, **sections: Any) -> McoreEngine:
-        made.append(McoreEngine.build(tiny.run(kind, **sections), backend=backend))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def build(engines: Any) -> Any:
+    return engines
 
 
 def losses(engine: McoreEngine, steps: int = 4) -> list[float]:
     """Of a few steps, after which the engine is closed: there is one at a time in a process."""
-    batches = tiny.batches()
-    found = [engine.train_step(batches, microbatches=2).loss for _ in range(steps)]
+    found = tiny.losses(engine, steps)
     engine.close()
     return found
 
@@ -65,11 +49,8 @@ def test_blocked_attention_is_attention(length: int, dtype: torch.dtype, toleran
             out = BlockedAttention.apply(q, k, v, 0.25)  # type: ignore[no-untyped-call]
         else:
             a, b, c = (tensor.permute(1, 2, 0, 3).float() for tensor in (q, k, v))
-            out = (
-                F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=0.25)
-                .permute(2, 0, 1, 3)
-                .reshape(length, 2, 24)
-            )
+            out = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=0.25)
+            out = out.permute(2, 0, 1, 3).reshape(length, 2, 24)
         (out.float() * weight).sum().backward()
         results.append([out.float(), *(tensor.grad.float() for tensor in (q, k, v) if tensor.grad is not None)])
     for mine, other in zip(*results, strict=True):
@@ -89,15 +70,9 @@ LAYERS = [
     {"fp32_residual_connection": True, "normalization": "RMSNorm"},
     {"mtp_num_layers": 1},
     {"window_size": [8, 0]},
-    {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_aux_loss_coeff": 1e-2,
-        "moe_layer_freq": 2,
-        "moe_ffn_hidden_size": 64,
-    },
+    {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2, "moe_layer_freq": 2, "moe_ffn_hidden_size": 64},
     LATENT,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -119,10 +94,11 @@ def test_our_attention_and_megatron_cores_train_alike(build: Any) -> None:
         def core_attention(self) -> type:
             return DotProductAttention
 
-    assert losses(build("fp32")) == pytest.approx(losses(build("fp32", backend=Cores)), rel=1e-6)
+    theirs = McoreEngine.build(tiny.run("fp32"), backend=Cores)
+    assert losses(theirs) == pytest.approx(losses(build("fp32")), rel=1e-6)
 
 
-def test_a_backend_replaces_every_linear_of_every_layer(build: Any) -> None:
+def test_a_backend_replaces_every_linear_of_every_layer(layer: None) -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from mpbridge.backend.models.local_spec import CpuSpecProvider
@@ -141,11 +117,9 @@ def test_a_backend_replaces_every_linear_of_every_layer(build: Any) -> None:
             return Row
 
     for model in ({"num_moe_experts": 2, "moe_layer_freq": 2}, LATENT):
-        engine = build("bf16", backend=Other, model=model)
-        kinds = {
-            type(module) for name, module in engine.model[0].named_modules() if "layers." in name and "linear" in name
-        }
-        assert kinds == {Column, Row}
+        engine = McoreEngine.build(tiny.run("bf16", model=model), backend=Other)
+        modules = engine.model[0].named_modules()
+        assert {type(one) for name, one in modules if "layers." in name and "linear" in name} == {Column, Row}
         engine.close()
 
 
@@ -166,11 +140,9 @@ def test_named_parameters_stay_in_fp32_and_train(build: Any) -> None:
         {"recipe": "bf16_mixed", "keep_fp32": ["*layernorm*", "*.mlp.linear_fc2.weight"]},
         ddp={"use_distributed_optimizer": True},
     )
-    kept = {name for name, parameter in engine.named_parameters() if parameter.dtype is torch.float32}
-    assert kept == {
-        name for name, _ in engine.named_parameters() if "layernorm" in name or name.endswith("linear_fc2.weight")
-    }
-    assert len(kept) == 12
+    wide = {name: parameter.dtype is torch.float32 for name, parameter in engine.named_parameters()}
+    assert wide == {name: "layernorm" in name or name.endswith("linear_fc2.weight") for name in wide}
+    assert sum(wide.values()) == 12
     found = losses(engine, 6)
     assert found[-1] < found[0] - 0.3
 
@@ -216,12 +188,8 @@ def test_a_failed_build_leaves_no_parallel_state(build: Any, monkeypatch: pytest
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may really run it")
 @pytest.mark.parametrize("name", engine_names())
 def test_a_run_resolved_for_another_machine_does_not_train_here(layer: None, name: str) -> None:
-    recipe = {
-        "recipe": "bf16_with_fp8_current_scaling_mixed",
-        "first_last_layers_bf16": False,
-        "fp8_param_gather": False,
-    }
-    run = tiny.run(recipe, engine=name)
+    recipe = {"recipe": "bf16_with_fp8_current_scaling_mixed"}
+    run = tiny.run(recipe | dict.fromkeys(("first_last_layers_bf16", "fp8_param_gather"), False), engine=name)
     elsewhere = run.container.resolved(machine=machine("b200"), versions=ASSUMED)
     with pytest.raises(Refused, match="needs a GPU"):
         engine_class(name).build(elsewhere)
@@ -242,9 +210,7 @@ def test_dropout_draws_anew_and_repeats_with_the_seed(build: Any) -> None:
     assert first != losses(build("fp32"))
 
 
-def test_an_fp32_residual_stream_stays_fp32_through_every_layer(layer) -> None:
-    import torch
-
+def test_an_fp32_residual_stream_stays_fp32_through_every_layer(layer: None) -> None:
     from mpbridge.backend.models.hybrid import wide_add
 
     add = wide_add(True, False)

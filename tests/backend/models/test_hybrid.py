@@ -1,7 +1,5 @@
 """Hybrids on a CPU: megatron-core's MambaModel from a pattern, its parameters and their dtypes, and what is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +9,6 @@ import pytest
 import torch
 
 from mpbridge.backend.devices.mamba import mamba_on_cpu
-from mpbridge.backend.engines.mcore import McoreEngine
-from mpbridge.backend.engines.registry import build_engine
 from mpbridge.backend.megatron.emulated_linears import places
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.planning.memory.layers import model_names, parameters
@@ -28,16 +24,8 @@ HYBRID: dict[str, Any] = {
 
 
 @pytest.fixture
-def build(layer: None) -> Any:
-    made: list[McoreEngine] = []
-
-    def make(kind: Any = "bf16", **model: Any) -> McoreEngine:
-        made.append(McoreEngine.build(tiny.run(kind, model=HYBRID | model)))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def build(engines: Any) -> Any:
+    return lambda kind="bf16", **model: engines(kind, model=HYBRID | model)
 
 
 def test_a_pattern_is_megatron_cores_own_model_and_trains(build: Any) -> None:
@@ -45,39 +33,26 @@ def test_a_pattern_is_megatron_cores_own_model_and_trains(build: Any) -> None:
     model = engine.model[0].module.module
     assert (type(model).__name__, type(model).__module__.partition(".")[0]) == ("MambaModel", "megatron")
     assert [type(one).__name__ for one in model.decoder.layers] == ["MambaLayer", "MLPLayer", "MambaLayer", "TransformerLayer", "TransformerLayer"]  # fmt: skip
-    batches = tiny.batches()
-    losses = [engine.train_step(batches, microbatches=2).loss for _ in range(12)]
+    losses = tiny.losses(engine, 12)
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_buckets_find_a_parameter_behind_one_of_16_elements_where_its_gradient_is(layer: None) -> None:
+def test_buckets_find_a_parameter_behind_one_of_16_elements_where_its_gradient_is(engines: Any) -> None:
     """megatron-core's own views of the buffer are the judge; it copies gathered MXFP8 weights back by the buckets' places."""
-    sharded = {"use_distributed_optimizer": True}
-    engine = McoreEngine.build(tiny.run("bf16", model=HYBRID, ddp=sharded))
-    try:
-        chunk = engine.model[0]
-        buckets = [
-            one for held in (chunk.buffers, chunk.expert_parallel_buffers) for buffer in held for one in buffer.buckets
-        ]
-        found = [
-            (one.param_to_index[p], p.main_grad.storage_offset() - one.offset, p) for one in buckets for p in one.params
-        ]
-    finally:
-        engine.close()
+    chunk = engines(model=HYBRID, ddp={"use_distributed_optimizer": True}).model[0]
+    buckets = [bucket for buffer in chunk.buffers + chunk.expert_parallel_buffers for bucket in buffer.buckets]
+    found = [
+        (one.param_to_index[p], p.main_grad.storage_offset() - one.offset, p) for one in buckets for p in one.params
+    ]
     assert any(parameter.numel() == 16 for *_, parameter in found)
     assert [place for place, *_ in found] == [(first, first + parameter.numel()) for _, first, parameter in found]
 
 
 EMULATED = ("bf16_with_fp8_delayed_scaling_mixed", "bf16_with_mxfp8_mixed")
 OTHERS = (
-    "bf16_with_fp8_current_scaling_mixed",
-    "bf16_with_fp8_subchannel_scaling_mixed",
-    "bf16_with_nvfp4_mixed",
-    "nemotron_h_bf16_with_fp8_current_scaling_mixed",
-    "nanov2_bf16_with_fp8_current_scaling_mixed",
-    "nemotron_3_super_bf16_with_nvfp4_mixed",
-    "fp16_mixed",
-)
+    "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_nvfp4_mixed", "nemotron_h_bf16_with_fp8_current_scaling_mixed",
+    "nanov2_bf16_with_fp8_current_scaling_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed", "fp16_mixed",
+)  # fmt: skip
 
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -88,24 +63,16 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("recipe", [*EMULATED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_low_precision_is_emulated_in_every_linear_that_the_recipe_names(layer: None, recipe: str) -> None:
+def test_low_precision_is_emulated_in_every_linear_that_the_recipe_names(engines: Any, recipe: str) -> None:
     pattern = "M-M*EM-" if "nemotron" in recipe or "nano" in recipe else "M*-E"
-    model = HYBRID | {
-        "num_layers": len(pattern),
-        "hybrid_override_pattern": pattern,
-        "mamba_state_dim": 28,
-    }
-    engine: Any = build_engine(tiny.run({"recipe": recipe} | SMALL.get(recipe, {}), model=model, emulate=True))
-    try:
-        batches = tiny.batches()
-        losses = [engine.train_step(batches, microbatches=2).loss for _ in range(8)]
-        assert losses[-1] < losses[0] - 0.1
-        if recipe in EMULATED:
-            quantized = {name for linear, name, *_ in places(engine.model[0]) if linear.quant is not None}
-            linears = ("0.mixer.in_proj", "0.mixer.out_proj", "1.self_attention.linear_qkv", "2.mlp.linear_fc2")
-            assert {f"decoder.layers.{name}" for name in linears} <= quantized
-    finally:
-        engine.close()
+    model = HYBRID | {"num_layers": len(pattern), "hybrid_override_pattern": pattern, "mamba_state_dim": 28}
+    engine = engines({"recipe": recipe} | SMALL.get(recipe, {}), model=model, emulate=True)
+    losses = tiny.losses(engine, 8)
+    assert losses[-1] < losses[0] - 0.1
+    if recipe in EMULATED:
+        quantized = {name for linear, name, *_ in places(engine.model[0]) if linear.quant is not None}
+        linears = ("0.mixer.in_proj", "0.mixer.out_proj", "1.self_attention.linear_qkv", "2.mlp.linear_fc2")
+        assert {f"decoder.layers.{name}" for name in linears} <= quantized
 
 
 @pytest.mark.parametrize("sharded", [False, True])

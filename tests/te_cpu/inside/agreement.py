@@ -1,10 +1,6 @@
 """`--emulate` against `--emulate te`, linear by linear: the same weights, inputs and output gradients (scripts/evidence/te_agreement.py)."""
 
-from __future__ import annotations
-
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 
 import pytest
 import torch
@@ -13,25 +9,14 @@ import transformer_engine_torch as tex
 from mpbridge.te_cpu.played import now
 from tests.conftest import OLD
 
-from .training import BLACKWELL
+from .training import BLACKWELL, BLOCKWISE, DELAYED, MXFP8, NVFP4, TENSORWISE
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts/evidence/te_agreement.py"
-HOPPERS = (
-    "bf16_with_fp8_current_scaling_mixed",
-    "bf16_with_fp8_delayed_scaling_mixed",
-    "bf16_with_fp8_subchannel_scaling_mixed",
-)
-BLACKWELLS = ("bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed")
+RECIPES = (MXFP8, NVFP4) if BLACKWELL else (TENSORWISE, DELAYED, BLOCKWISE)
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("te_agreement", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses ask for it
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return importlib.import_module("scripts.evidence.te_agreement")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,11 +49,10 @@ def played() -> dict[str, str]:
 @pytest.mark.skipif(
     OLD, reason="torch 2.6's rms_norm rounds to BF16 before its weight multiplies, Transformer Engine's once behind it"
 )
-@pytest.mark.parametrize("recipe", BLACKWELLS if BLACKWELL else HOPPERS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_linear_is_the_same_but_for_the_order_of_fp32_sums(recipe, script) -> None:
-    rows = script.compared(
-        recipe, steps=2 if "delayed" in recipe else 1, **played()
-    )  # its scales are of the step before
+    steps = 2 if recipe == DELAYED else 1  # its scales are of the step before
+    rows = script.compared(recipe, steps=steps, **played())
     assert {row["tensor"] for row in rows} == {"y", "dx", "dw"}
     assert [row for row in rows if row["beyond"]] == []
     assert sum(row["elements"] for row in rows) > 1e6
@@ -78,9 +62,7 @@ def test_every_linear_is_the_same_but_for_the_order_of_fp32_sums(recipe, script)
 
 def test_another_recipe_is_beyond_the_bound(script, monkeypatch) -> None:
     """What the comparison finds when the two do not do the same."""
-    real = script.resolved
-    other = BLACKWELLS[1] if BLACKWELL else HOPPERS[2]
-    recipe = (BLACKWELLS if BLACKWELL else HOPPERS)[0]
+    real, (recipe, *_, other) = script.resolved, RECIPES
     monkeypatch.setattr(
         script, "resolved", lambda name, emulate, **more: real(name if emulate == "te" else other, emulate, **more)
     )

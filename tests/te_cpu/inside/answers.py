@@ -1,7 +1,5 @@
 """What a played GPU answers where torch's CPU build would answer otherwise: expected values are those of a machine with one GPU, by torch's documentation."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import pickle
@@ -44,23 +42,11 @@ def test_autocast_under_each_of_its_names_has_the_dtypes_of_a_gpu(name) -> None:
 
     def compute() -> list[torch.dtype]:
         y = linear(x)
-        made = [
-            y,
-            functional.gelu(y),
-            torch.mv(y, x[0]),
-            functional.avg_pool3d(y.view(1, 1, 4, 4, 2), 2),
-            functional.max_pool3d(y.view(1, 1, 4, 4, 2), 2),
-        ]
-        made += [
-            y.softmax(-1),
-            functional.layer_norm(y, (8,)),
-            y.sum(),
-            y**2,
-            y.norm(),
-            y.norm(dim=0),
-            y.exp(),
-            torch.dot(y[0], x[0]),
-        ]
+        cube = y.view(1, 1, 4, 4, 2)
+        made = [y, functional.gelu(y), torch.mv(y, x[0])]
+        made += [functional.avg_pool3d(cube, 2), functional.max_pool3d(cube, 2)]
+        made += [y.softmax(-1), functional.layer_norm(y, (8,)), y.sum(), y**2]
+        made += [y.norm(), y.norm(dim=0), y.exp(), torch.dot(y[0], x[0])]
         made += [y.sum(dtype=half), torch.cat([y, x]), functional.mse_loss(y, y)]
         with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
             functional.binary_cross_entropy(y.sigmoid(), torch.ones_like(y))
@@ -228,10 +214,8 @@ def test_the_weight_gradients_gemm_adds_and_rounds_once() -> None:
     torch.manual_seed(3)
     x, grad = (torch.randn(2, 8, n, dtype=torch.bfloat16) for n in (16, 24))
     exact = torch.einsum("abo,abi->oi", grad.double(), x.double())
-    for accumulate, dtype in (
-        (apex.wgrad_gemm_accum_fp32, torch.float32),
-        (apex.wgrad_gemm_accum_fp16, torch.bfloat16),
-    ):
+    kinds = (apex.wgrad_gemm_accum_fp32, torch.float32), (apex.wgrad_gemm_accum_fp16, torch.bfloat16)
+    for accumulate, dtype in kinds:
         main = torch.full((24, 16), 1000.0, dtype=dtype)
         with Seen() as seen:
             accumulate(x, grad, main)
@@ -246,10 +230,10 @@ def test_an_attention_row_without_a_key_is_zero_in_the_kernel_and_the_mean_besid
     mask = torch.zeros(1, 1, 32, 32, dtype=torch.bool)
     mask[..., 5, :] = True
     soft = FusedScaleMaskSoftmax(attention_mask_func, softmax_in_fp32=True)
-    fused, plain = (
-        (setattr(soft, "scaled_masked_softmax_fusion_type", on), soft(scores.clone(), mask, "arbitrary", 1.0))[1]
-        for on in (True, False)
-    )
+    results = []
+    for soft.scaled_masked_softmax_fusion_type in (True, False):
+        results.append(soft(scores.clone(), mask, "arbitrary", 1.0))
+    fused, plain = results
     assert torch.equal(fused[..., :5, :], plain[..., :5, :])
     assert not fused[..., 5, :].any()
     assert torch.equal(plain[..., 5, :], torch.full_like(plain[..., 5, :], 1 / 32))

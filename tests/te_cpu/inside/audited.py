@@ -1,13 +1,11 @@
 """Faults planted into runs over Transformer Engine, each named by the audit; and Transformer Engine's own refusals of what would go wrong."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
 import torch
+import transformer_engine_torch as tex
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer
-from transformer_engine_torch import DType
 
 from mpbridge import pretrain
 from mpbridge.common.errors import AuditFailed
@@ -15,15 +13,14 @@ from mpbridge.observe.audit.library import is_rounded
 from mpbridge.training.base import Hook
 from tests.observe.audit import model_faults
 from tests.observe.audit.test_faults import check
+from tests.te_cpu.two_ranks import BLOCKWISE, DELAYED, MXFP8, NVFP4, OVERLAP, TENSORWISE, WHOLE
 from tests.worlds import one_process
 
-from .training import BLACKWELL, OVERLAP, tiny
+from .training import BLACKWELL, tiny
 
-DELAYED, TENSORWISE = "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed"
-BLOCKWISE, MXFP8, NVFP4 = "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"
 slow, on_hopper = pytest.mark.slow, pytest.mark.played("hopper")  # once is enough
 on_blackwell = pytest.mark.played("blackwell")  # its recipes
-ALL = "mixed_precision.first_last_layers_bf16=false"
+UNSTORED = "mixed_precision.fp8_param_gather=false"
 
 
 def found(recipe: str, *overrides: str, hooks: tuple[Hook, ...] = ()) -> str:
@@ -41,6 +38,28 @@ class Plant(Hook):
 
     def built(self, training) -> None:
         self._built(training.engine)
+
+
+def module_of(engine, name: str):
+    """The one whose name ends so."""
+    return next(module for path, module in engine.model[0].named_modules() if path.endswith(name))
+
+
+class Before(Hook):
+    """Does something to a module before each of its forward passes."""
+
+    def __init__(self, name: str, change) -> None:
+        self.name, self.change = name, change
+
+    def built(self, training) -> None:
+        module = module_of(training.engine, self.name)
+        forward = module.forward
+
+        def changed(*args, **kwargs):
+            self.change(module)
+            return forward(*args, **kwargs)
+
+        module.forward = changed
 
 
 @pytest.fixture
@@ -80,7 +99,7 @@ def test_one_weight_left_in_bf16_is_named(monkeypatch) -> None:
         original(module, *args, **kwargs)
 
     monkeypatch.setattr(linear.Linear, "reset_parameters", reset)
-    assert "decoder.layers.0.self_attention.linear_proj.weight" in found(TENSORWISE, ALL)
+    assert "decoder.layers.0.self_attention.linear_proj.weight" in found(TENSORWISE, WHOLE)
 
 
 @pytest.mark.parametrize("recipe", [MXFP8] if BLACKWELL else [pytest.param(DELAYED, marks=slow), TENSORWISE])
@@ -100,7 +119,7 @@ def test_weights_at_rest_that_do_not_follow_their_main_weights_are_named(recipe,
     monkeypatch.setattr(core.DistributedOptimizer, "_copy_main_params_to_model_params", once)
     if recipe == MXFP8:
         monkeypatch.setattr(core.DistributedOptimizer, "_copy_main_params_to_param_buffer", lambda optimizer: None)
-    said = found(recipe, *(OVERLAP if recipe == MXFP8 else (ALL,)), "optimizer.lr=1e-2")
+    said = found(recipe, *(OVERLAP if recipe == MXFP8 else (WHOLE,)), "optimizer.lr=1e-2")
     assert "weights as read" in said
 
 
@@ -118,7 +137,7 @@ def around_layer_0(recipe):
     import transformer_engine.pytorch as te
 
     def wrap(engine) -> None:
-        layer = next(module for name, module in engine.model[0].named_modules() if name.endswith("decoder.layers.0"))
+        layer = module_of(engine, "decoder.layers.0")
         forward = layer.forward
 
         def under_another(*args, **kwargs):
@@ -135,11 +154,10 @@ def around_layer_0(recipe):
 def test_another_recipe_object_in_one_layer_is_named(kind) -> None:
     from transformer_engine.common import recipe as te
 
-    low = "mixed_precision.fp8_param_gather=false"
     if kind == "powers of two":
         other = te.Float8CurrentScaling()
         other.fp8_quant_fwd_inp = te.QParams(power_2_scale=True)
-        said = found(TENSORWISE, ALL, low, hooks=(around_layer_0(other),))
+        said = found(TENSORWISE, WHOLE, UNSTORED, hooks=(around_layer_0(other),))
         assert "power_of_two mixed" in said
     else:
         other = {
@@ -147,43 +165,34 @@ def test_another_recipe_object_in_one_layer_is_named(kind) -> None:
             "another margin": te.DelayedScaling(margin=2, amax_history_len=1024, amax_compute_algo="max"),
             "another history": te.DelayedScaling(amax_history_len=16, amax_compute_algo="max"),
         }[kind]
-        said = found(DELAYED, low, hooks=(around_layer_0(other),))
+        said = found(DELAYED, UNSTORED, hooks=(around_layer_0(other),))
     assert "linears" in said
     assert "decoder.layers.0." in said
     assert "decoder.layers.1." not in said
 
 
-@pytest.mark.parametrize(
-    ("recipe", "state", "element", "said_of_it"),
-    [
-        pytest.param(TENSORWISE, "scaling_bwd", "kFloat8E4M3", "gradients e4m3", marks=on_hopper),
-        *(pytest.param(name, "scaling_bwd", "kFloat8E4M3", "gradients e4m3", marks=(slow, on_hopper)) for name in (DELAYED, BLOCKWISE)),
-        pytest.param(MXFP8, "scaling_fwd", "kFloat8E5M2", "inputs and weights e5m2", marks=on_blackwell),
-    ],
-)  # fmt: skip
-def test_quantizers_that_write_another_format_than_the_recipe_object_are_named(
-    recipe, state, element, said_of_it
-) -> None:
-    import transformer_engine_torch as tex
+SET = [
+    # recipe, kind of quantizers, what is set on them, what is said
+    pytest.param(TENSORWISE, "scaling_bwd", {"dtype": "kFloat8E4M3"}, "gradients e4m3", marks=on_hopper),
+    *(pytest.param(name, "scaling_bwd", {"dtype": "kFloat8E4M3"}, "gradients e4m3", marks=(slow, on_hopper)) for name in (DELAYED, BLOCKWISE)),
+    pytest.param(MXFP8, "scaling_fwd", {"dtype": "kFloat8E5M2"}, "inputs and weights e5m2", marks=on_blackwell),
+    pytest.param(NVFP4, "scaling_fwd", {"with_rht": False}, "random_hadamard_transform of inputs and weights false", marks=on_blackwell),
+    pytest.param(NVFP4, "scaling_bwd", {"stochastic_rounding": False}, "stochastic_rounding of gradients false", marks=on_blackwell),
+]  # fmt: skip
 
-    def plant(engine) -> None:
-        linear = next(
-            module for name, module in engine.model[0].named_modules() if name.endswith("layers.0.mlp.linear_fc2")
-        )
-        forward = linear.forward
 
-        def other(*args, **kwargs):
-            for quantizer in linear.quantizers.get(state, ()):
-                quantizer.dtype = getattr(tex.DType, element)
-            return forward(*args, **kwargs)
+@pytest.mark.parametrize(("recipe", "state", "changes", "said_of_it"), SET)
+def test_quantizers_that_do_otherwise_than_the_recipe_object_are_named(recipe, state, changes, said_of_it) -> None:
+    def other(linear) -> None:
+        for quantizer in linear.quantizers.get(state, ()):
+            for name, value in changes.items():
+                setattr(quantizer, name, getattr(tex.DType, value) if name == "dtype" else value)
 
-        linear.forward = other
-
-    low = ["mixed_precision.fp8_param_gather=false"]
+    low = [] if recipe == NVFP4 else [UNSTORED]
     low += ["mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"] * (recipe == MXFP8)
-    said = found(recipe, ALL, *low, hooks=(Plant(built=plant),))
+    said = found(recipe, WHOLE, *low, hooks=(Before("layers.1.mlp.linear_fc2", other),))
     assert said_of_it in said
-    assert "decoder.layers.0.mlp.linear_fc2" in said
+    assert "decoder.layers.1.mlp.linear_fc2" in said
 
 
 # --- what the modules keep from step to step -------------------------------------------------------------------------------------------------
@@ -191,9 +200,8 @@ def test_quantizers_that_write_another_format_than_the_recipe_object_are_named(
 def test_a_frozen_scale_is_named(monkeypatch) -> None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    monkeypatch.setattr(
-        FP8GlobalStateManager, "reduce_and_update_fp8_tensors", classmethod(lambda cls, forward=True: None)
-    )
+    nothing = classmethod(lambda cls, forward=True: None)
+    monkeypatch.setattr(FP8GlobalStateManager, "reduce_and_update_fp8_tensors", nothing)
     said = found(DELAYED)
     assert "delayed scales" in said
     assert "but the scale was not updated" in said
@@ -201,32 +209,26 @@ def test_a_frozen_scale_is_named(monkeypatch) -> None:
 
 @on_hopper
 def test_a_scale_that_its_history_does_not_explain_is_named(monkeypatch) -> None:
-    import sys
-
-    extension = sys.modules["transformer_engine_torch"]
-    original = extension.fused_amax_and_scale_update_after_reduction
+    original = tex.fused_amax_and_scale_update_after_reduction
 
     def half(buffer, histories, scales, *more) -> None:
         original(buffer, histories, scales, *more)
         for scale in scales:
             scale.mul_(0.5)
 
-    monkeypatch.setattr(extension, "fused_amax_and_scale_update_after_reduction", half)
+    monkeypatch.setattr(tex, "fused_amax_and_scale_update_after_reduction", half)
     assert "its history gives" in found(DELAYED)
 
 
 @on_hopper
 def test_amaxes_that_are_not_those_of_the_inputs_are_named(monkeypatch) -> None:
-    import sys
-
-    extension = sys.modules["transformer_engine_torch"]
-    original = extension.fused_amax_and_scale_update_after_reduction
+    original = tex.fused_amax_and_scale_update_after_reduction
 
     def quarter(buffer, *more) -> None:
         buffer.mul_(0.25)
         original(buffer, *more)
 
-    monkeypatch.setattr(extension, "fused_amax_and_scale_update_after_reduction", quarter)
+    monkeypatch.setattr(tex, "fused_amax_and_scale_update_after_reduction", quarter)
     said = found(DELAYED)
     assert "delayed scales" in said
     assert "the newest amax of its history" in said
@@ -249,8 +251,7 @@ def test_gradients_that_change_on_their_way_to_the_optimizer_are_named(fused, ch
         config.finalize_model_grads_func = changed
 
     # a single micro-batch's gradients are BF16 numbers already
-    batches = ("train.micro_batch_size=1", "train.global_batch_size=4")
-    more = (f"model.gradient_accumulation_fusion={fused}", *batches)
+    more = (f"model.gradient_accumulation_fusion={fused}", "train.micro_batch_size=1", "train.global_batch_size=4")
     said = found(DELAYED, *more, hooks=(Plant(built=plant),))
     assert "gradients: promised reduced once" in said
     assert said_of_it in said
@@ -269,10 +270,9 @@ def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_name
         told.append(model)
 
     monkeypatch.setattr(MegatronModule, "set_is_first_microbatch", once)
-    monkeypatch.setattr(
-        "mpbridge.backend.megatron.inside_model.first_microbatch", lambda chunks: None
-    )  # the engine's own word
-    said = found(recipe, "mixed_precision.fp8_param_gather=false", "train.train_iters=4")
+    # the engine's own word
+    monkeypatch.setattr("mpbridge.backend.megatron.inside_model.first_microbatch", lambda chunks: None)
+    said = found(recipe, UNSTORED, "train.train_iters=4")
     assert "quantized copies as read" in said
     assert "set_is_first_microbatch" in said
 
@@ -281,7 +281,7 @@ def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_name
 def test_transposes_of_an_earlier_step_are_named(monkeypatch) -> None:
     """Behind a gather between two steps megatron-core makes none."""
     monkeypatch.setattr("megatron.core.fp8_utils.post_all_gather_processing", lambda weights: None)
-    said = found(TENSORWISE, ALL, *OVERLAP)
+    said = found(TENSORWISE, WHOLE, *OVERLAP)
     assert "quantized copies as read" in said
     assert "(its column copy)" in said
 
@@ -290,17 +290,15 @@ def test_transposes_of_an_earlier_step_are_named(monkeypatch) -> None:
 def test_column_copies_of_an_earlier_step_are_named() -> None:
     """dgrad reads them; row copies are right."""
 
-    def plant(engine) -> None:
-        linear = next(one for name, one in engine.model[0].named_modules() if name.endswith("layers.1.mlp.linear_fc1"))
-        kept, forward = linear.weight._columnwise_data.clone(), linear.forward
+    kept: list[torch.Tensor] = []
 
-        def stale(*args, **kwargs):
-            linear.weight._columnwise_data.copy_(kept)
-            return forward(*args, **kwargs)
+    def stale(linear) -> None:
+        copy = linear.weight._columnwise_data
+        if not kept:
+            kept.append(copy.clone())
+        copy.copy_(kept[0])
 
-        linear.forward = stale
-
-    said = found(MXFP8, *OVERLAP, "optimizer.lr=1e-2", hooks=(Plant(built=plant),))
+    said = found(MXFP8, *OVERLAP, "optimizer.lr=1e-2", hooks=(Before("layers.1.mlp.linear_fc1", stale),))
     assert "quantized weights as read" in said
     assert "layers.1.mlp.linear_fc1.weight" in said
 
@@ -328,36 +326,13 @@ def test_a_fault_of_a_base_stored_in_few_bits_is_named(fault, engine) -> None:
             built.close()
 
 
-@on_blackwell
-@pytest.mark.parametrize(
-    ("state", "option", "said_of_it"),
-    [("scaling_fwd", "with_rht", "random_hadamard_transform of inputs and weights false"), ("scaling_bwd", "stochastic_rounding", "stochastic_rounding of gradients false")],
-)  # fmt: skip
-def test_quantizers_with_other_options_than_the_recipe_object_are_named(state, option, said_of_it) -> None:
-    def plant(engine) -> None:
-        linear = next(one for name, one in engine.model[0].named_modules() if name.endswith("layers.1.mlp.linear_fc1"))
-        forward = linear.forward
-
-        def other(*args, **kwargs):
-            for quantizer in linear.quantizers.get(state, ()):
-                setattr(quantizer, option, False)
-            return forward(*args, **kwargs)
-
-        linear.forward = other
-
-    said = found(NVFP4, ALL, hooks=(Plant(built=plant),))
-    assert said_of_it in said
-    assert "decoder.layers.1.mlp.linear_fc1" in said
-
-
 @on_hopper
 @pytest.mark.parametrize("table", ["scaling_fwd", pytest.param("scaling_bwd", marks=slow)])
 def test_a_scale_that_changes_between_two_steps_is_named(table) -> None:
     class Halved(Hook):
         def stepped(self, training, result) -> None:
-            (linear,) = (one for name, one in training.engine.model[0].named_modules() if name.endswith("layers.1.mlp.linear_fc1"))  # fmt: skip
             if training.counters.iteration == 1:
-                linear.fp8_meta[table].scale.mul_(0.5)
+                module_of(training.engine, "layers.1.mlp.linear_fc1").fp8_meta[table].scale.mul_(0.5)
 
     said = found(DELAYED, hooks=(Halved(),))
     assert "delayed scales" in said
@@ -369,9 +344,8 @@ def test_a_closed_model_leaves_no_amaxes_behind() -> None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     pretrain(tiny(DELAYED), quiet=True)
-    state = getattr(
-        FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager
-    )  # (an object of its own in later releases)
+    # an object of its own in later releases
+    state = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     assert not state.global_amax_buffer
 
 
@@ -400,7 +374,7 @@ def test_a_lost_remainder_is_named() -> None:
 @on_hopper
 def test_a_weight_that_passes_through_fp16s_subnormals_is_its_main_weight() -> None:
     main = torch.linspace(-1.1e-4, 1.1e-4, 4096).view(64, 64)
-    quantizer = Float8CurrentScalingQuantizer(fp8_dtype=DType.kFloat8E4M3, device=torch.device("cuda"))
+    quantizer = Float8CurrentScalingQuantizer(fp8_dtype=tex.DType.kFloat8E4M3, device=torch.device("cuda"))
     stored = quantizer(main.half())
     assert is_rounded(stored, main.flatten(), 0)
     assert not is_rounded(stored, (main + 2.0**-21).flatten(), 0)

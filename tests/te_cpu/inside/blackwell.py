@@ -1,21 +1,17 @@
 """What holds on a Blackwell."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformer_engine_torch as tex
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-from .gemm_refusals import multiply
+from .gemm_refusals import multiply, quantizer
 
 
 def test_mxfp8_scales_are_padded_and_compact_data_dequantizes() -> None:
     torch.manual_seed(0)
-    quantizer = MXFP8Quantizer(fp8_dtype=tex.DType.kFloat8E4M3)
     x = torch.randn(64, 96, dtype=torch.bfloat16)
-    made = quantizer(x)
+    made = quantizer("mxfp8", tiles=False)(x)
     assert made._rowwise_scale_inv.shape == (128, 4)
     assert made._columnwise_scale_inv.shape == (4, 128)
     assert made._rowwise_scale_inv[64:].count_nonzero() == 0
@@ -32,9 +28,9 @@ def test_swizzled_scales_are_read_back() -> None:
     x, w = torch.randn(160, 256, dtype=torch.bfloat16), torch.randn(96, 256, dtype=torch.bfloat16)
     results, stored = [], []
     for ready in (False, True):
-        quantizer = MXFP8Quantizer(fp8_dtype=tex.DType.kFloat8E4M3)
-        quantizer.optimize_for_gemm, quantizer.internal = ready, True
-        a, b = quantizer(w), quantizer(x)
+        cast = quantizer("mxfp8", tiles=ready)
+        cast.internal = True
+        a, b = cast(w), cast(x)
         assert a._with_gemm_swizzled_scales is ready
         results.append(multiply(a, b))
         stored.append(a._rowwise_scale_inv)
@@ -48,11 +44,8 @@ def test_scales_of_weights_that_lie_apart_are_put_in_tiles(kind) -> None:
     """Where each scale goes is cuBLAS's formula for one tile of 128 by 4; padding is cleared."""
     torch.manual_seed(0)
     column, packed = kind.endswith("columnwise"), 48 if kind == "nvfp4" else 96
-    shape, padded = {
-        "mxfp8_rowwise": ((160, 3), (256, 4)),
-        "mxfp8_columnwise": ((5, 96), (8, 128)),
-        "nvfp4": ((160, 6), (256, 8)),
-    }[kind]
+    shapes = {"rowwise": ((160, 3), (256, 4)), "columnwise": ((5, 96), (8, 128)), "nvfp4": ((160, 6), (256, 8))}
+    shape, padded = shapes[kind.removeprefix("mxfp8_")]
     data = [torch.zeros(160, packed, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.randint(1, 255, padded, dtype=torch.uint8) for _ in data]
     data_at, scales_at, buffer = tex.grouped_mlp_experimental.swizzle_scales_and_pack_ptrs_for_discrete_weights(
@@ -75,17 +68,11 @@ def test_scales_of_weights_that_lie_apart_are_put_in_tiles(kind) -> None:
 
 
 @pytest.mark.since((2, 20))
-@pytest.mark.parametrize(
-    "kind", [lambda: MXFP8Quantizer(tex.DType.kFloat8E4M3), NVFP4Quantizer], ids=["mxfp8", "nvfp4"]
-)
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
 def test_scales_put_in_tiles_later_are_those_of_a_quantizer_that_does(kind) -> None:
     torch.manual_seed(0)
-    x, made = torch.randn(160, 96, dtype=torch.bfloat16), []
-    for ready in (False, True):
-        quantizer = kind()
-        quantizer.optimize_for_gemm = ready
-        made.append(quantizer(x))
-    plain, tiled = made
+    x = torch.randn(160, 96, dtype=torch.bfloat16)
+    plain, tiled = (quantizer(kind, tiles=ready)(x) for ready in (False, True))
     before = plain._rowwise_scale_inv.clone()
     for _ in range(2):  # a second call changes nothing
         tex.swizzle_scales_for_gemm_(plain)
@@ -97,16 +84,8 @@ def test_scales_put_in_tiles_later_are_those_of_a_quantizer_that_does(kind) -> N
 
 def test_nvfp4_codes_are_two_a_byte_under_two_scales() -> None:
     torch.manual_seed(0)
-    quantizer = NVFP4Quantizer(
-        rowwise=True,
-        columnwise=True,
-        with_rht=False,
-        with_post_rht_amax=False,
-        with_2d_quantization=False,
-        stochastic_rounding=False,
-    )
     x = torch.randn(64, 128, dtype=torch.bfloat16)
-    made = quantizer(x)
+    made = quantizer("nvfp4", tiles=False)(x)
     assert made._rowwise_data.shape == (64, 64)
     assert made._columnwise_data.shape == (128, 32)
     assert made._rowwise_scale_inv.shape == (128, 8)
@@ -116,19 +95,16 @@ def test_nvfp4_codes_are_two_a_byte_under_two_scales() -> None:
 
 @pytest.mark.parametrize("shape", [(33, 64), (64, 33)])
 def test_shapes_that_do_not_fit_are_refused_in_the_extensions_words(shape) -> None:
-    with pytest.raises(
-        (RuntimeError, AssertionError, ValueError), match=r"divisible by (MXFP8_BLOCK_SCALING_SIZE|32)|MXFP8|32"
-    ):
-        MXFP8Quantizer(fp8_dtype=tex.DType.kFloat8E4M3)(torch.randn(*shape, dtype=torch.bfloat16))
+    words = r"divisible by (MXFP8_BLOCK_SCALING_SIZE|32)|MXFP8|32"
+    with pytest.raises((RuntimeError, AssertionError, ValueError), match=words):
+        quantizer("mxfp8", tiles=False)(torch.randn(*shape, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    "kind", [lambda: MXFP8Quantizer(tex.DType.kFloat8E4M3), NVFP4Quantizer], ids=["mxfp8", "nvfp4"]
-)
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
 def test_storage_classes_and_tensors_dequantize_alike(kind) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 64, dtype=torch.bfloat16)
-    bare, full = kind(), kind()
+    bare, full = (quantizer(kind, tiles=False) for _ in range(2))
     bare.internal = True
     whole = full(x)
     assert torch.equal(bare(x).dequantize(dtype=torch.bfloat16), whole.dequantize())
@@ -148,15 +124,9 @@ def test_four_over_six_with_fast_errors_chooses_as_transformer_engines_reference
         monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", str(int(fast)))
         made = NVFP4Quantizer(**options)(x)
         wanted = reference_nvfp4.NVFP4QuantizerRef(
-            dtype=reference_utils.Fp4Formats.E2M1,
-            rowwise=True,
-            columnwise=False,
-            pow_2_scales=False,
-            eps=0.0,
-            quant_tile_shape=(1, 16),
-            nvfp4_4over6_err_use_fast_math=fast,
-            **options,
-        ).quantize(x)
+            dtype=reference_utils.Fp4Formats.E2M1, rowwise=True, columnwise=False, pow_2_scales=False, eps=0.0, quant_tile_shape=(1, 16),
+            nvfp4_4over6_err_use_fast_math=fast, **options,
+        ).quantize(x)  # fmt: skip
         assert torch.equal(made._rowwise_data, wanted.data.view(torch.uint8))
         codes.append(made._rowwise_data)
     if mode == "MAE":  # some of these blocks are near enough to a tie; squares part them
@@ -174,8 +144,7 @@ def test_four_over_six_errs_less(square, mode, power) -> None:
     plain = NVFP4Quantizer(with_2d_quantization=square)(x)
     assert chosen._nvfp4_use_4over6
     assert chosen._nvfp4_e4m3_max == 448
-    errors = [
-        float((made.dequantize(dtype=torch.float32) - x.float()).abs().pow(power).mean()) for made in (chosen, plain)
-    ]
+    apart = [(made.dequantize(dtype=torch.float32) - x.float()).abs() for made in (chosen, plain)]
+    errors = [float(one.pow(power).mean()) for one in apart]
     # square blocks of these values may all choose 6
     assert errors[0] < errors[1] or (square and errors[0] == errors[1])

@@ -1,7 +1,5 @@
 """Transformer Engine's process-wide switches are off again behind each test: an autocast that is refused on entry leaves its own on."""
 
-from __future__ import annotations
-
 import pytest
 
 

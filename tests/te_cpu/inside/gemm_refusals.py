@@ -1,38 +1,34 @@
 """GEMMs that a GPU refuses are refused here, and with the extension's messages; the products that it has are not."""
 
-from __future__ import annotations
-
-import importlib
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-from mpbridge.te_cpu.played import now
+from mpbridge.common.errors import Refused
+from mpbridge.te_cpu.played import now, playing
 
 E4M3 = tex.DType.kFloat8E4M3
 LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
-GROUPS = 4
 WIDE = {torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16, torch.float32: tex.DType.kFloat32}
 
 
-def quantizer(kind: str, *, row: bool = True, column: bool = True) -> Any:
+def quantizer(kind: str, *, row: bool = True, column: bool = True, tiles: bool = True, **options: Any) -> Any:
+    """tiles: scales of MXFP8 and NVFP4 in the order in which GEMMs read them. options: of the class."""
     usages = {"rowwise": row, "columnwise": column}
     if kind == "current":
         return Float8CurrentScalingQuantizer(fp8_dtype=E4M3, device=torch.device("cuda"), **usages)
     if kind == "block":
         return Float8BlockQuantizer(fp8_dtype=E4M3, block_scaling_dim=1, **usages)
-    made = NVFP4Quantizer(**usages) if kind == "nvfp4" else MXFP8Quantizer(fp8_dtype=E4M3, **usages)
-    made.optimize_for_gemm = True
+    made = NVFP4Quantizer(**usages, **options) if kind == "nvfp4" else MXFP8Quantizer(fp8_dtype=E4M3, **usages)
+    made.optimize_for_gemm = tiles
     return made
 
 
@@ -94,10 +90,7 @@ def test_outputs_that_cublas_does_not_have_are_refused(kind: str, dtype: torch.d
 def test_products_that_a_gpu_has_are_computed(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     a, b = operand(kind), operand(kind, 64)
-    wide = [
-        one.float() if isinstance(one, torch.Tensor) and kind in KINDS[:3] else one.dequantize(dtype=torch.float32)
-        for one in (a, b)
-    ]
+    wide = [one.float() if kind in KINDS[:3] else one.dequantize(dtype=torch.float32) for one in (a, b)]
     out = torch.empty(64, 128, dtype=dtype)
     assert multiply(a, b, dtype=dtype, out=out) is out
     torch.testing.assert_close(out.float(), wide[1] @ wide[0].t(), rtol=2**-7, atol=2**-6)
@@ -120,26 +113,18 @@ def test_an_output_has_the_shape_and_the_dtype_of_the_product() -> None:
 
 
 def test_dimensions_that_do_not_meet_are_refused() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"Invalid matrix dimensions for GEMM \(A=\(64,32\), transa=1, B=\(16,64\), transb=0\)"
-    ):
+    words = r"Invalid matrix dimensions for GEMM \(A=\(64,32\), transa=1, B=\(16,64\), transb=0\)"
+    with pytest.raises(RuntimeError, match=words):
         multiply(operand("bfloat16", 64, 32), operand("bfloat16", 16, 64))
 
 
 @pytest.mark.parametrize("kind", ["block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize(("layout", "name"), [("NN", "A"), ("NT", "A"), ("NT", "B")])
+@pytest.mark.parametrize(("layout", "name"), [("NN", "A"), ("NT", "A"), ("NT", "B"), ("TN", "A"), ("TN", "B")])
 def test_a_copy_that_was_not_made_is_named(kind: str, layout: str, name: str) -> None:
-    full, rows = operand(kind), quantizer(kind, column=False)(torch.randn(128, 128).bfloat16())
-    with pytest.raises(RuntimeError, match=f"Input {name} is missing column-wise usage"):
-        multiply(rows if name == "A" else full, rows if name == "B" else full, layout)
-
-
-@pytest.mark.parametrize("kind", ["block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("name", ["A", "B"])
-def test_a_row_copy_that_was_not_made_is_named(kind: str, name: str) -> None:
-    full, columns = operand(kind), quantizer(kind, row=False)(torch.randn(128, 128).bfloat16())
-    with pytest.raises(RuntimeError, match=f"Input {name} is missing row-wise usage"):
-        multiply(columns if name == "A" else full, columns if name == "B" else full)
+    missing = "row" if layout == "TN" else "column"
+    half = quantizer(kind, row=missing != "row", column=missing != "column")(torch.randn(128, 128).bfloat16())
+    with pytest.raises(RuntimeError, match=f"Input {name} is missing {missing}-wise usage"):
+        multiply(*(half if name == side else operand(kind) for side in "AB"), layout)
 
 
 # --- lists of GEMMs -----------------------------------------------------------------------------------------------------------------------
@@ -178,168 +163,6 @@ def test_a_list_of_gemms_looks_at_outputs_addresses_only() -> None:
     torch.testing.assert_close(out.view(16, 64), b[0].float() @ a[0].float().t(), rtol=1e-5, atol=1e-4)
 
 
-# --- grouped tensors ----------------------------------------------------------------------------------------------------------------------
-def plain(columns: int, dtype: torch.dtype = torch.bfloat16, *, groups: int = GROUPS, rows: int = 128) -> Any:
-    """A grouped tensor of zeros."""
-    module = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
-    return module.GroupedTensorStorage(
-        shape=(groups * rows, columns), dtype=dtype, num_tensors=groups, data=torch.zeros(groups * rows * columns, dtype=dtype),
-        shapes=[(rows, columns)] * groups,
-    )  # fmt: skip
-
-
-def grouped(kind: str, columns: int = 128, *, row: bool = True, column: bool = True, compact: bool = False) -> Any:
-    made = quantizer(kind, row=row, column=column)
-    made.optimize_for_gemm = not compact
-    if kind == "nvfp4":
-        made.with_rht = made.with_post_rht_amax = True
-    return tex.group_quantize(torch.randn(GROUPS * 128, columns).bfloat16(), made, GROUPS, None)
-
-
-def multiply_groups(a: Any, b: Any, d: Any, layout: str = "TN") -> None:
-    """All products at once; a list for A or D takes the entry point for lists."""
-    transa, transb = LAYOUTS[layout]
-    name = "discrete_in" if isinstance(a, list) else "discrete_out" if isinstance(d, list) else "grouped_tensor"
-    number = d.num_tensors if hasattr(d, "num_tensors") else len(d)
-    scales = torch.ones(number if now().capability >= (10, 0) else 1)
-    call = getattr(tex, f"te_general_grouped_gemm_for_{name}")
-    call(a, transa, b, transb, d, None, None, scales, scales * 0)
-
-
-def experts(kind: str) -> list[Any]:
-    return [operand(kind, 256, 128) for _ in range(GROUPS)]
-
-
-def outputs(*dtypes: torch.dtype, shape: tuple[int, ...] = (256, 128)) -> list[torch.Tensor]:
-    return [torch.zeros(shape, dtype=dtypes[i % len(dtypes)]) for i in range(GROUPS)]
-
-
-@pytest.mark.since((2, 20))
-def test_groups_have_the_types_that_the_kernel_takes() -> None:
-    wide = torch.float32
-    for a, b, d, message in (
-        (plain(128, wide), plain(128, wide), plain(128, wide), "inputs must be FP8, NVFP4, BF16, or FP16, got Float32"),
-        (experts("bfloat16"), plain(128, wide), plain(256, wide), "inputs must be FP8, NVFP4, BF16, or FP16, got Float32"),
-        (experts("float32"), plain(128), plain(256), "A_list tensors must be FP8, NVFP4, BF16, or FP16"),
-        (experts("bfloat16"), grouped("current"), plain(256), "both be low-precision"),
-        (plain(128), grouped("current"), plain(128), "both be FP8 or both be non-FP8"),
-        (experts("bfloat16"), plain(128), plain(256, torch.int32), "outputs must be BF16, FP16, or FP32"),
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=message):
-            multiply_groups(a, b, d)
-
-
-@pytest.mark.since((2, 20))
-def test_a_list_of_experts_is_of_one_kind_and_at_most_64() -> None:
-    mixed = experts("bfloat16")
-    for mixed[2], message in (
-        (operand("mxfp8", 256, 128), "Tensors have different scaling modes"),
-        (operand("float16", 256, 128), "A_list rowwise dtypes must match"),
-        (operand("bfloat16", 256, 128).unsqueeze(0), "A_list tensor 2 must be 2D"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            multiply_groups(mixed, plain(128), plain(256))
-    for number, outcome in (
-        (64, nullcontext()),
-        (65, pytest.raises(RuntimeError, match="A_list supports up to 64 tensors per kernel, got 65")),
-    ):
-        groups = [plain(16, groups=number, rows=8) for _ in range(2)]
-        with outcome:
-            multiply_groups([operand("bfloat16", 16, 16)] * number, *groups)
-
-
-@pytest.mark.since((2, 20))
-def test_a_list_of_outputs_is_of_one_kind_and_at_most_64() -> None:
-    a, b = plain(128), plain(256)
-    multiply_groups(a, b, outputs(torch.float32), "NT")
-    for d, message in (
-        (outputs(torch.bfloat16, torch.float32), "D_list tensor 1 dtype mismatch. Expected BFloat16 got Float32"),
-        (outputs(torch.float32, shape=(1, 256, 128)), "D_list tensor 0 must be 2D"),
-        (outputs(torch.int32), "D must be BF16, FP16, or FP32"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            multiply_groups(a, b, d, "NT")
-    both = [plain(16, groups=65, rows=8) for _ in range(2)]
-    with pytest.raises(RuntimeError, match="D_list supports up to 64 tensors per kernel, got 65"):
-        multiply_groups(*both, [torch.zeros(16, 16) for _ in range(65)], "NT")
-
-
-@pytest.mark.since((2, 20))
-def test_more_than_64_experts_do_not_train_over_grouped_tensors() -> None:
-    layer = te.GroupedLinear(
-        65, 16, 16, bias=False, params_dtype=torch.bfloat16, device="cuda", use_grouped_tensor=True
-    )
-    with pytest.raises(RuntimeError, match="A_list supports up to 64 tensors per kernel, got 65"):
-        layer(torch.randn(65 * 16, 16).bfloat16(), torch.full((65,), 16))
-    alone = te.GroupedLinear(65, 16, 16, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    assert alone(torch.randn(65 * 16, 16).bfloat16(), [16] * 65).shape == (65 * 16, 16)
-
-
-@pytest.mark.since((2, 20))
-@pytest.mark.played("blackwell")
-@pytest.mark.parametrize(
-    ("layout", "side", "usages", "message"),
-    [
-        ("TN", "B", {"row": False}, "MXFP8 non-transposed B is missing row-wise data"),
-        ("NN", "A", {"column": False}, "MXFP8 non-transposed A is missing column-wise data"),
-        ("NT", "A", {"column": False}, "MXFP8 non-transposed A is missing column-wise data"),
-        ("NT", "B", {"column": False}, "MXFP8 transposed B is missing column-wise data"),
-    ],
-)
-def test_groups_of_mxfp8_have_the_copy_that_is_read(
-    layout: str, side: str, usages: dict[str, bool], message: str
-) -> None:
-    a, b = (grouped("mxfp8", **(usages if side == name else {})) for name in "AB")
-    d: Any = [torch.zeros(128, 128) for _ in range(GROUPS)] if layout == "NT" else plain(128)
-    with pytest.raises(RuntimeError, match=message):
-        multiply_groups(a, b, d, layout)
-
-
-@pytest.mark.since((2, 20))
-@pytest.mark.played("blackwell")
-def test_groups_of_b_come_with_scales_in_tile_order() -> None:
-    a = experts("mxfp8")
-    multiply_groups(a, grouped("mxfp8"), plain(256))
-    with pytest.raises(RuntimeError, match="scales must be swizzled"):
-        multiply_groups(a, grouped("mxfp8", column=False, compact=True), plain(256))
-    # Transformer Engine orders the other copy's scales and marks both
-    with pytest.raises(RuntimeError, match="row-wise MXFP8 scales of B are compact"):
-        multiply_groups(a, grouped("mxfp8", compact=True), plain(256))
-    with pytest.raises(RuntimeError, match="scales must be swizzled"):
-        multiply_groups(experts("nvfp4"), grouped("nvfp4", compact=True), plain(256))
-    # A's are put in order, also those of a list of which some are already
-    made = quantizer("mxfp8")
-    made.optimize_for_gemm = False
-    results, b = [], grouped("mxfp8")
-    for weights in (a, [made(one.dequantize()) for one in a[:2]] + a[2:]):
-        d = plain(256)
-        multiply_groups(weights, b, d)
-        results.append(d.rowwise_data)
-    assert torch.equal(*results)
-    assert results[0].count_nonzero()
-
-
-@pytest.mark.since((2, 20))
-@pytest.mark.played("blackwell")
-def test_groups_of_nvfp4_have_no_fp16_output_and_no_blocks_are_multiplied() -> None:
-    with pytest.raises(RuntimeError, match="FP4 GEMM does not support FP16 output!"):
-        multiply_groups(experts("nvfp4"), grouped("nvfp4"), plain(256, torch.float16))
-    with pytest.raises(RuntimeError, match="FP4 GEMM does not support FP16 output!"):
-        multiply_groups(grouped("nvfp4"), grouped("nvfp4", 256), outputs(torch.float16), "NT")
-    with pytest.raises(RuntimeError, match="both use MXFP8 scaling or both not"):
-        multiply_groups(grouped("mxfp8"), grouped("current"), plain(128))
-    whole = plain(128)
-    whole.quantizer = quantizer("block")  # which quantizes no groups on this machine
-    with pytest.raises(RuntimeError, match=r"discrete_inputA: FP8 block scaling .* on Hopper \(SM90-SM99\), not SM100"):
-        multiply_groups(experts("block"), whole, plain(256))
-
-
-@pytest.mark.since((2, 20))
-@pytest.mark.played("hopper")
-@pytest.mark.parametrize("kind", ["current", "block"])
-def test_groups_of_fp8_have_the_transposes_that_hopper_reads(kind: str) -> None:
-    whole = grouped(kind, 256)
-    with pytest.raises(RuntimeError, match="A is missing column-wise data needed for TN layout"):
-        multiply_groups(grouped(kind, column=False), whole, outputs(torch.float32), "NT")
-    with pytest.raises(RuntimeError, match="B is missing column-wise data needed for TN layout"):
-        multiply_groups(whole, grouped(kind, column=False), [torch.zeros(128, 256) for _ in range(GROUPS)], "NT")
+def test_releases_before_have_no_grouped_tensors_here() -> None:
+    with playing(now().machine, (2, 19)), pytest.raises(Refused, match=r"group_quantize .* from release 2\.20 on"):
+        tex.group_quantize(torch.randn(256, 128), quantizer("current"), 2, torch.tensor([128, 128]))

@@ -1,7 +1,5 @@
 """Grouped tensors: what is quantized together is what is quantized apart."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
@@ -9,28 +7,25 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from transformer_engine.common.recipe import (
+from transformer_engine.common.recipe import (  # fmt: skip
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
-from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-from mpbridge.common.errors import Refused
-from mpbridge.te_cpu import played
-from mpbridge.te_cpu.played import Played, now
+from mpbridge.te_cpu.played import now
+
+from .gemm_refusals import E4M3, quantizer
 
 ROWS = (128, 0, 384, 256)
 """Rows of the groups; the buffer has 256 more, which belong to none."""
-E4M3 = tex.DType.kFloat8E4M3
+pytestmark = pytest.mark.since((2, 20))
 
 
 def current() -> Any:
-    return Float8CurrentScalingQuantizer(fp8_dtype=E4M3, device=torch.device("cuda"))
+    return quantizer("current")
 
 
 def blocks(dimensions: int) -> Any:
@@ -38,15 +33,11 @@ def blocks(dimensions: int) -> Any:
 
 
 def mxfp8(*, columns: bool = True, tiles: bool = False) -> Any:
-    made = MXFP8Quantizer(fp8_dtype=E4M3, rowwise=True, columnwise=columns)
-    made.optimize_for_gemm = tiles
-    return made
+    return quantizer("mxfp8", column=columns, tiles=tiles)
 
 
 def nvfp4(*, tiles: bool = False) -> Any:
-    made = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
-    made.optimize_for_gemm = tiles
-    return made
+    return quantizer("nvfp4", tiles=tiles, with_rht=True, with_post_rht_amax=True)
 
 
 QUANTIZERS = [
@@ -79,7 +70,6 @@ def same(made: Any, apart: Any) -> int:
     return len(common)
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize("make", QUANTIZERS)
 def test_groups_are_quantized_as_their_rows_alone(make) -> None:
     x, rows = tokens()
@@ -95,7 +85,6 @@ def test_groups_are_quantized_as_their_rows_alone(make) -> None:
     assert not any(copy[used:].count_nonzero() for copy in codes)
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize("make", QUANTIZERS[:3] + QUANTIZERS[3:5])
 def test_groups_of_one_shape_are_written_into_the_same_buffers_again(make) -> None:
     x = tokens(512)[0]
@@ -114,7 +103,6 @@ def test_groups_of_one_shape_are_written_into_the_same_buffers_again(make) -> No
         tex.group_quantize(x, make(), 4, None, output=out)
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize("make", QUANTIZERS[1:4])
 def test_values_of_groups_and_sums_over_their_rows(make) -> None:
     x, rows = tokens()
@@ -130,7 +118,6 @@ def test_values_of_groups_and_sums_over_their_rows(make) -> None:
             assert torch.equal(at, quantizer(own).dequantize())
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 @pytest.mark.parametrize("fused", ["1", "0"])
 def test_a_row_copy_that_arrived_alone_is_made_ready_for_gemms(fused, monkeypatch) -> None:
@@ -144,21 +131,14 @@ def test_a_row_copy_that_arrived_alone_is_made_ready_for_gemms(fused, monkeypatc
     assert wire.scale_inv.shape == capacity
     assert wire._with_gemm_swizzled_scales
     assert ready.rowwise_usage is (fused == "1")
-    for part, own, seen in zip(
-        wire.split_into_quantized_tensors(),
-        torch.split(x[: sum(ROWS)], ROWS),
-        torch.split(values[: sum(ROWS)], ROWS),
-        strict=True,
-    ):
+    parts, rowwise, columnwise = wire.split_into_quantized_tensors(), x[: sum(ROWS)], values[: sum(ROWS)]
+    for part, own, seen in zip(parts, torch.split(rowwise, ROWS), torch.split(columnwise, ROWS), strict=True):
         if len(own):
-            first, second = mxfp8(tiles=True)(own), mxfp8(tiles=True)(seen)
-            assert torch.equal(part._rowwise_data, first._rowwise_data)
-            assert torch.equal(part._rowwise_scale_inv, first._rowwise_scale_inv)
-            assert torch.equal(part._columnwise_data, second._columnwise_data)
-            assert torch.equal(part._columnwise_scale_inv, second._columnwise_scale_inv)
+            for copy, made in (("_rowwise", mxfp8(tiles=True)(own)), ("_columnwise", mxfp8(tiles=True)(seen))):
+                assert torch.equal(getattr(part, f"{copy}_data"), getattr(made, f"{copy}_data"))
+                assert torch.equal(getattr(part, f"{copy}_scale_inv"), getattr(made, f"{copy}_scale_inv"))
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 def test_amaxes_that_are_known_are_used_and_kept() -> None:
     x, rows = tokens()
@@ -173,7 +153,6 @@ def test_amaxes_that_are_known_are_used_and_kept() -> None:
     assert same(made.split_into_quantized_tensors()[0], alone) == 6
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -188,15 +167,6 @@ def test_groups_that_do_not_fit_are_refused(rows, message) -> None:
         tex.group_quantize(tokens()[0], make(), 4, torch.tensor(rows))
 
 
-def test_releases_before_have_no_grouped_tensors_here() -> None:
-    played.enter(Played(machine=now().machine, release=(2, 19)))
-    try:
-        with pytest.raises(Refused, match=r"group_quantize .* from release 2\.20 on"):
-            tex.group_quantize(tokens()[0], current(), len(ROWS), tokens()[1])
-    finally:
-        played.leave()
-
-
 RECIPES = [
     pytest.param(None, id="bf16"),
     pytest.param(Float8CurrentScaling, id="current"),
@@ -206,7 +176,6 @@ RECIPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.parametrize("make", RECIPES)
 def test_a_grouped_linear_computes_the_same_from_grouped_tensors(make, monkeypatch) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
@@ -240,7 +209,6 @@ def storage() -> Any:
     return module.GroupedTensorStorage
 
 
-@pytest.mark.since((2, 20))
 def test_a_bias_is_added_to_rounded_products_once_per_row(storage) -> None:
     x, rows = tokens(sum(ROWS))
     weights = [torch.randn(128, 256, dtype=torch.bfloat16) for _ in ROWS]
@@ -250,13 +218,8 @@ def test_a_bias_is_added_to_rounded_products_once_per_row(storage) -> None:
     def grouped(data: torch.Tensor, sizes: torch.Tensor | None) -> Any:
         offsets = None if sizes is None else tex.splits_to_offsets(sizes, data.shape[1])
         return storage(
-            shape=tuple(data.shape),
-            dtype=data.dtype,
-            num_tensors=len(ROWS),
-            data=data.reshape(-1),
-            first_dims=sizes,
-            tensor_offsets=offsets,
-        )
+            shape=tuple(data.shape), dtype=data.dtype, num_tensors=len(ROWS), data=data.reshape(-1), first_dims=sizes, tensor_offsets=offsets
+        )  # fmt: skip
 
     out = torch.ones(len(x), 128, dtype=torch.bfloat16)
     tex.te_general_grouped_gemm_for_discrete_in(
@@ -270,13 +233,11 @@ def test_a_bias_is_added_to_rounded_products_once_per_row(storage) -> None:
         expected = (product.double() + scale[own].unsqueeze(1).double() * bias[i].double()).float().bfloat16()
         assert torch.equal(out[own], expected)
         start += size
+    given = grouped(x, rows), False, grouped(out, rows)
     with pytest.raises(RuntimeError, match=f"alpha must have {number} element"):
-        tex.te_general_grouped_gemm_for_discrete_in(
-            weights, True, grouped(x, rows), False, grouped(out, rows), None, None, torch.ones(3), torch.zeros(3)
-        )
+        tex.te_general_grouped_gemm_for_discrete_in(weights, True, *given, None, None, torch.ones(3), torch.zeros(3))
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 def test_groups_of_one_shape_that_fill_no_tiles_share_their_scales_as_one_tensor(storage) -> None:
     """MXFP8 weights of 96 rows: [4 x 96, 256] is quantized as a whole, and a GEMM pads each one's scales."""
@@ -300,7 +261,6 @@ def test_groups_of_one_shape_that_fill_no_tiles_share_their_scales_as_one_tensor
     assert made.columnwise_scale_inv is None
 
 
-@pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 def test_the_statistics_see_every_gemm_of_grouped_tensors() -> None:
     from types import SimpleNamespace
@@ -314,9 +274,8 @@ def test_the_statistics_see_every_gemm_of_grouped_tensors() -> None:
     noise: Any = SimpleNamespace(note=lambda *one: None)
     gemms: Any = SimpleNamespace(fprop=quant, dgrad=quant, wgrad=quant)
     tap = Tap(probe, noise, lambda path: gemms)
-    layer = te.GroupedLinear(
-        len(ROWS), 256, 128, bias=False, params_dtype=torch.bfloat16, device="cuda", use_grouped_tensor=True
-    )
+    how = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda", "use_grouped_tensor": True}
+    layer = te.GroupedLinear(len(ROWS), 256, 128, **how)
     x, rows = tokens(sum(ROWS))
     x.requires_grad_()
     tap.start()

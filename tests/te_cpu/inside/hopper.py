@@ -1,39 +1,31 @@
 """What holds on a Hopper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 from mpbridge.training.checkpoint import extra_state
 
-from .gemm_refusals import multiply
+from .gemm_refusals import multiply, quantizer
 
 
 @pytest.mark.parametrize("made", [recipe.MXFP8BlockScaling, recipe.NVFP4BlockScaling])
 def test_recipes_of_later_machines_are_refused_in_transformer_engines_words(made) -> None:
-    with (
-        pytest.raises((AssertionError, RuntimeError), match=r"compute capability 10\.0"),
-        te.autocast(enabled=True, recipe=made()),
-    ):
+    refused = pytest.raises((AssertionError, RuntimeError), match=r"compute capability 10\.0")
+    with refused, te.autocast(enabled=True, recipe=made()):
         pass
 
 
 def test_a_gemm_without_the_transpose_that_it_needs_fails() -> None:
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
-    quantizer = Float8CurrentScalingQuantizer(
-        fp8_dtype=tex.DType.kFloat8E4M3, device=torch.device("cuda"), rowwise=True, columnwise=False
-    )
-    a, b = quantizer(torch.randn(16, 64, dtype=torch.bfloat16)), quantizer(x)
+    rows = quantizer("current", column=False)
+    a, b = (rows(torch.randn(number, 64, dtype=torch.bfloat16)) for number in (16, 32))
     y = multiply(a, b)
     wide = b.dequantize(dtype=torch.float32) @ a.dequantize(dtype=torch.float32).t()
     torch.testing.assert_close(y.float(), wide, rtol=2**-8, atol=1e-4)  # the output is rounded to BF16
     with pytest.raises(RuntimeError, match="Input A is missing column-wise usage"):
-        multiply(a, quantizer(torch.randn(32, 16, dtype=torch.bfloat16)), "NN")
+        multiply(a, rows(torch.randn(32, 16, dtype=torch.bfloat16)), "NN")
 
 
 def test_a_state_from_a_file_sets_no_more_of_a_module_than_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +47,7 @@ def test_a_state_from_a_file_sets_no_more_of_a_module_than_its_scales(monkeypatc
     data["scale_fwd"] = data["scale_fwd"] * 2
     other.set_extra_state(extra_state.as_module(data, None))
     assert torch.equal(other.fp8_meta["scaling_fwd"].scale.cpu(), data["scale_fwd"].cpu())
-    assert {key for key in had.keys() | other.fp8_meta.keys() if key not in had or key not in other.fp8_meta} == set()
+    assert had.keys() == other.fp8_meta.keys()
     assert other.fp8_meta["fp8_group"] is had["fp8_group"]
     assert other.fp8_meta["num_gemms"] == had["num_gemms"]
 
@@ -100,9 +92,8 @@ def test_an_fp8_second_moment_moves_a_rare_row_by_thousands_of_learning_rates(
     """Its entries lie below the largest by more than one scale reaches: the figure in rule second-moment-in-fp8."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.zeros(2, 64))
-    adam = te.optimizers.FusedAdam(
-        [weight], lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, exp_avg_sq_dtype=getattr(torch, kept)
-    )
+    how = {"lr": 1.0, "betas": (0.9, 0.95), "weight_decay": 0.0, "exp_avg_sq_dtype": getattr(torch, kept)}
+    adam = te.optimizers.FusedAdam([weight], **how)
     moved = 0.0
     for step in range(21):
         weight.grad = torch.randn(2, 64, generator=generator)

@@ -1,7 +1,5 @@
 """What holds on every machine."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -17,13 +15,14 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
-from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu import attention
 from mpbridge.te_cpu.operands import codes_at_limit
 from mpbridge.te_cpu.played import now
+from mpbridge.training.process import process_group
 
 BLACKWELL = now().capability >= (10, 0)
+E4M3 = tex.DType.kFloat8E4M3
 RECIPES = {
     "delayed": (recipe.DelayedScaling, 0.08),
     "current": (recipe.Float8CurrentScaling, 0.08),
@@ -58,9 +57,8 @@ def test_a_linear_layer_and_its_gradients_are_near_those_in_fp32(name: str) -> N
 
 def test_bf16_layers_equal_torchs() -> None:
     torch.manual_seed(0)
-    layer = te.LayerNormMLP(
-        128, 256, activation="swiglu", normalization="RMSNorm", params_dtype=torch.float32, device="cuda"
-    )
+    how = {"activation": "swiglu", "normalization": "RMSNorm", "params_dtype": torch.float32, "device": "cuda"}
+    layer = te.LayerNormMLP(128, 256, **how)
     x = torch.randn(16, 128)
     normal = torch.nn.functional.rms_norm(x, [128], layer.layer_norm_weight, layer.eps)
     hidden = torch.nn.functional.linear(normal, layer.fc1_weight, layer.fc1_bias)
@@ -76,14 +74,12 @@ def test_codes_are_those_of_torchs_own_cast() -> None:
     expected = (x.float() * 2.0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(made._data, expected)
     assert float(quantizer.amax) == float(x.abs().max())
-    torch.testing.assert_close(
-        made.dequantize(), (expected.view(torch.float8_e4m3fn).float() / 2).bfloat16(), rtol=0, atol=0
-    )
+    assert torch.equal(made.dequantize(), (expected.view(torch.float8_e4m3fn).float() / 2).bfloat16())
 
 
 def test_transposes_are_stored_where_the_machine_needs_them() -> None:
     quantizer = Float8CurrentScalingQuantizer(
-        fp8_dtype=tex.DType.kFloat8E4M3, device=torch.device("cuda"), rowwise=True, columnwise=True
+        fp8_dtype=E4M3, device=torch.device("cuda"), rowwise=True, columnwise=True
     )
     made = quantizer(torch.randn(32, 64, dtype=torch.bfloat16))
     if BLACKWELL:
@@ -121,9 +117,8 @@ def test_userbuffers_are_refused_when_they_are_made() -> None:
 
 @pytest.mark.parametrize("code", ["kFloat8E4M3", "kFloat8E5M2"])
 def test_codes_at_the_formats_limit_are_found_and_e5m2_is_not_multiplied_by_itself(code) -> None:
-    quantizer = Float8CurrentScalingQuantizer(
-        fp8_dtype=getattr(te.DType if hasattr(te, "DType") else tex.DType, code), device=torch.device("cuda")
-    )
+    kind = getattr(te.DType if hasattr(te, "DType") else tex.DType, code)
+    quantizer = Float8CurrentScalingQuantizer(fp8_dtype=kind, device=torch.device("cuda"))
     x = torch.full((16, 16), 0.25, dtype=torch.bfloat16)
     x[3, 5] = -2.0
     made = quantizer(x)
@@ -147,10 +142,8 @@ def test_cuda_graphs_are_refused_where_they_are_made() -> None:
 
 def test_a_refused_recording_leaves_nothing_behind() -> None:
     """Before it makes a graph, Transformer Engine says that it records and puts its modules' calls into an autocast of their own."""
-    layer, graph = (
-        te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda"),
-        sys.modules["transformer_engine.pytorch.graph"],
-    )
+    layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+    graph = sys.modules["transformer_engine.pytorch.graph"]
     with pytest.raises(Refused, match="make_graphed_callables"):
         te.make_graphed_callables(layer, (torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True),))
     assert te.Linear.__call__ is torch.nn.Module.__call__
@@ -189,12 +182,10 @@ def test_sgd_in_fp16_rounds_as_torchs() -> None:
 def test_adam_with_sixteen_bit_remainders_is_adam_in_fp32() -> None:
     torch.manual_seed(0)
     start = torch.randn(512)
-    plain = torch.nn.Parameter(start.clone())
-    split = torch.nn.Parameter(start.bfloat16())
-    reference = torch.optim.AdamW([plain], lr=1e-2, weight_decay=0.1)
-    fused = te.optimizers.FusedAdam(
-        [split], lr=1e-2, weight_decay=0.1, master_weights=True, store_param_remainders=True
-    )
+    plain, split = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.bfloat16())
+    how = {"lr": 1e-2, "weight_decay": 0.1}
+    reference = torch.optim.AdamW([plain], **how)
+    fused = te.optimizers.FusedAdam([split], **how, master_weights=True, store_param_remainders=True)
     plain.data.copy_(split.data.float())
     for _ in range(5):
         plain.grad = torch.randn(512)
@@ -202,57 +193,38 @@ def test_adam_with_sixteen_bit_remainders_is_adam_in_fp32() -> None:
         plain.grad.copy_(split.grad.float())
         reference.step()
         fused.step()
-    main = fused.get_unscaled_state(split, "master_param")
-    whole = (
-        ((split.data.view(torch.int16).int() - (main.int() < 0).int()) << 16 | (main.int() & 0xFFFF)).view(
-            torch.float32
-        )
-        if main.dtype == torch.int16
-        else main
-    )
+    whole = fused.get_unscaled_state(split, "master_param")
+    if whole.dtype == torch.int16:
+        low, high = whole.int(), split.data.view(torch.int16).int()
+        whole = ((high - (low < 0).int()) << 16 | (low & 0xFFFF)).view(torch.float32)
     torch.testing.assert_close(whole, plain.data, rtol=2e-6, atol=2e-7)
 
 
 def test_the_update_of_fp8_weights_takes_no_remainders_for_main_weights() -> None:
-    weight = torch.nn.Parameter(
-        Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)(torch.ones(16, 16, dtype=torch.bfloat16))
-    )
+    quantizer = Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3)
+    weight = torch.nn.Parameter(quantizer(torch.ones(16, 16, dtype=torch.bfloat16)))
     weight.decoupled_grad = torch.ones(16, 16)
-    for remainders in (False, True):
-        fused = te.optimizers.FusedAdam(
-            [weight], master_weights=True, use_decoupled_grad=True, store_param_remainders=remainders
-        )
-        if remainders:
-            with pytest.raises(RuntimeError, match=r"main weight has dtype torch.int16"):
-                fused.step()
-        else:
-            fused.step()
+    how = {"master_weights": True, "use_decoupled_grad": True}
+    te.optimizers.FusedAdam([weight], **how, store_param_remainders=False).step()
+    with pytest.raises(RuntimeError, match=r"main weight has dtype torch.int16"):
+        te.optimizers.FusedAdam([weight], **how, store_param_remainders=True).step()
 
 
 def test_cross_entropy_and_its_gradient_are_torchs() -> None:
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 50, requires_grad=True)
     target = torch.randint(0, 50, (2, 3))
     target[0, 0] = -100
-    expected = torch.nn.functional.cross_entropy(
-        logits.view(-1, 50), target.view(-1), reduction="none", ignore_index=-100, label_smoothing=0.1
-    )
+    how = {"reduction": "none", "ignore_index": -100, "label_smoothing": 0.1}
+    expected = torch.nn.functional.cross_entropy(logits.view(-1, 50), target.view(-1), **how)
     (wanted,) = torch.autograd.grad(expected.sum(), logits)
     own = logits.detach().clone().requires_grad_()
-    found = (
-        te.parallel_cross_entropy(own, target, 0.1)
-        if hasattr(te, "parallel_cross_entropy")
-        else _cross_entropy(own, target)
-    )
+    found = parallel_cross_entropy(own, target, 0.1)
     torch.testing.assert_close(found.flatten(), expected, rtol=1e-5, atol=1e-5)
     (gradient,) = torch.autograd.grad(found.sum(), own)
     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
-
-
-def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
-
-    return parallel_cross_entropy(logits, target, 0.1)
 
 
 @pytest.mark.since((2, 20))
@@ -265,9 +237,8 @@ def test_a_routing_map_in_bits_says_what_the_one_in_bytes_does(function) -> None
     maps, gradients = [], []
     for layout in ("bytemap", "bitmap_u8"):
         logits = start.clone().requires_grad_()
-        probs, routed = fused_topk_with_score_function(
-            logits, 3, False, None, None, 1.5, function, None, routing_map_format=layout
-        )
+        how = (logits, 3, False, None, None, 1.5, function, None)
+        probs, routed = fused_topk_with_score_function(*how, routing_map_format=layout)
         (gradient,) = torch.autograd.grad((probs * weight).sum(), logits)
         scored, _ = fused_compute_score_for_moe_aux_loss(logits, 3, function, routing_map_format=layout)
         maps.append((routed, scored))
@@ -300,10 +271,9 @@ def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> N
         for expert in range(8):
             expected[expert, min(max(math.floor((cutoff - score[expert] + 0.25) * 8), 0), 3)] += 2
     assert counted.tolist() == expected.tolist()
+    equal = torch.tensor([1.0, 1.0]), tex.NVTEQBHistogramMode.TWO_KERNEL
     with pytest.raises(RuntimeError, match="finite with lower < upper"):
-        tex.fused_topk_with_score_function_qb_fwd(
-            logits, 3, None, bias, 0, None, counted, torch.tensor([1.0, 1.0]), tex.NVTEQBHistogramMode.TWO_KERNEL
-        )
+        tex.fused_topk_with_score_function_qb_fwd(logits, 3, None, bias, 0, None, counted, *equal)
 
 
 @pytest.mark.parametrize("at_once", [64, attention.CHUNK])
@@ -344,11 +314,11 @@ def test_a_packed_qkv_tensor_is_rotated_as_its_parts(form: str) -> None:
     q, k = (apply_rotary_pos_emb(x, by, tensor_format=form) for x, by in zip((q, k), angles, strict=True))
     expected = [x.bfloat16() for x in (q, k, v)]
     weights = [torch.randn(x.shape).bfloat16() for x in expected]
-    gradients = [
-        torch.autograd.grad(sum((x * w).float().sum() for x, w in zip(xs, weights, strict=True)), packed)[0]
-        for xs in (parts, expected)
-    ]
-    for found, wanted in zip((*parts, gradients[0]), (*expected, gradients[1]), strict=True):
+    results = []
+    for xs in (parts, expected):
+        total = sum((x * w).float().sum() for x, w in zip(xs, weights, strict=True))
+        results.append([*xs, torch.autograd.grad(total, packed)[0]])
+    for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
@@ -390,8 +360,7 @@ def test_offsets_of_splits_are_their_running_sums() -> None:
 
 def test_a_premultiplied_sum_multiplies_what_is_sent() -> None:
     """NCCL's PREMUL_SUM, with which Megatron-FSDP reduces gradients: gloo refuses it."""
-    made = start_process_group(False)
-    try:
+    with process_group(False):
         half = dist._make_nccl_premul_sum(0.5)
         whole, gradients, shard = torch.full((4,), 6.0), torch.full((4,), 3.0), torch.zeros(4)
         dist.all_reduce(whole, half)
@@ -400,6 +369,3 @@ def test_a_premultiplied_sum_multiplies_what_is_sent() -> None:
         with distributed_c10d._coalescing_manager(dist.group.WORLD):
             dist.reduce_scatter_tensor(output=shard, input=whole, op=half)
         assert shard.tolist() == [1.5] * 4
-    finally:
-        if made:
-            stop_process_group()

@@ -1,7 +1,5 @@
 """What has to train over Transformer Engine's modules, audited in every step: recipes, models, optimizers and storage forms, in one process."""
 
-from __future__ import annotations
-
 import importlib
 import math
 
@@ -14,22 +12,20 @@ from mpbridge.planning.capability import can_run
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.te_cpu.played import now
+from tests.te_cpu.two_ranks import BLOCKWISE, DELAYED, MXFP8, NVFP4, OVERLAP, TENSORWISE, WHOLE
 
-from .training import BLACKWELL, OVERLAP, tiny
+from .training import BLACKWELL, tiny
 
-DELAYED, TENSORWISE = "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed"
-BLOCKWISE, MXFP8, NVFP4 = "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"
-LAYERS = 4
-DEEP = f"model.num_layers={LAYERS}"
+DEEP = "model.num_layers=4"
 SMALL = (
     "model.num_layers=2", "model.moe_layer_freq=[0,1]", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.moe_ffn_hidden_size=128",
     "model.moe_shared_expert_intermediate_size=128", "model.max_sequence_length=64", "data.seq_length=64", "model.moe_grouped_gemm=true",
 )  # fmt: skip
+SHORT = ("mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1")
 AWARE = ("optimizer.use_precision_aware_optimizer=true",)
 RECOMPUTE = ("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1")
 REST = "mixed_precision.fp8_param_gather=true"
 PLAIN = "mixed_precision.fp8_param_gather=false"
-WHOLE = "mixed_precision.first_last_layers_bf16=false"
 
 
 def trains(recipe: str, *overrides: str, model: str = "gpt_tiny") -> None:
@@ -41,17 +37,13 @@ def trains(recipe: str, *overrides: str, model: str = "gpt_tiny") -> None:
 
 
 HOPPERS = {  # each setting in one run (delayed with overlap and blockwise: training.py; delayed without overlap: measured.py)
-    "delayed, a short history": (DELAYED, PLAIN, "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1"),
-    "delayed, a short history, recomputed": (
-        *(DELAYED, *RECOMPUTE, "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1"),
-    ),
+    "delayed, a short history": (DELAYED, PLAIN, *SHORT),
+    "delayed, a short history, recomputed": (DELAYED, *RECOMPUTE, *SHORT),
     "tensorwise, overlap on, first and last layers in BF16": (TENSORWISE, DEEP, *OVERLAP),
     "blockwise at rest": (BLOCKWISE, REST),
     "precision-aware, FP8 and BF16 moments": ("bf16_mixed", *AWARE, "optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=bf16"),
     "modules, plain DDP": (
-        "bf16_mixed",
-        "ddp.use_distributed_optimizer=false",
-        "mixed_precision.modules={'*.mlp.linear_fc1': tensorwise, '*.mlp.linear_fc2': tensorwise}",
+        "bf16_mixed", "ddp.use_distributed_optimizer=false", "mixed_precision.modules={'*.mlp.linear_fc1': tensorwise, '*.mlp.linear_fc2': tensorwise}",
     ),
     "FP16 around FP8": ("fp16_with_fp8_current_scaling_mixed", WHOLE, "mixed_precision.initial_loss_scale=1024"),
 }  # fmt: skip

@@ -1,7 +1,5 @@
 """Statistics of runs whose weights rest in FP8, against what the codes and scales of Transformer Engine's tensors say, read by torch's own FP8 dtypes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,16 +9,12 @@ from mpbridge import pretrain
 from mpbridge.observe.telemetry.records import read
 from mpbridge.training.base import Hook
 from mpbridge.training.certified import own_tensors
+from tests.te_cpu.two_ranks import DELAYED, MXFP8, OVERLAP, TENSORWISE, WHOLE
 
-from .training import BLACKWELL, OVERLAP, tiny
+from .training import BLACKWELL, tiny
 
 LAST = 4
-RECIPES = {
-    "mxfp8": ("bf16_with_mxfp8_mixed", *OVERLAP),
-} if BLACKWELL else {
-    "delayed": ("bf16_with_fp8_delayed_scaling_mixed",),
-    "tensorwise": ("bf16_with_fp8_current_scaling_mixed", "mixed_precision.first_last_layers_bf16=false"),
-}  # fmt: skip
+RECIPES = {"mxfp8": (MXFP8, *OVERLAP)} if BLACKWELL else {"delayed": (DELAYED,), "tensorwise": (TENSORWISE, WHOLE)}
 GEMMS = {
     ("w", "row"): "fprop", ("w", "column"): "dgrad", ("x", "row"): "fprop",
     ("x", "column"): "wgrad", ("dy", "row"): "dgrad", ("dy", "column"): "wgrad",

@@ -1,7 +1,5 @@
 """Linears whose GEMMs have rules of their own, over Transformer Engine's hybrid quantizers: the same as emulated, audited, and by a schedule."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator
@@ -39,7 +37,7 @@ def test_every_linear_is_the_same_but_for_the_order_of_fp32_sums(rule: str, scri
 
 
 @pytest.mark.since((2, 20))
-def test_square_weights_of_mxfp8_are_the_emulated_ones(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_square_weights_of_mxfp8_are_the_emulated_ones(script: Any) -> None:  # noqa: F811
     rows = script.compared(script.SQUARES, steps=1, **played())
     assert [row for row in rows if row["beyond"]] == []
     assert sum(row["different"] for row in rows) < 1e-3 * sum(row["elements"] for row in rows)
@@ -66,17 +64,17 @@ def test_the_factory_gives_weights_one_scale_per_square() -> None:
         assert torch.equal(found, wanted), kind
 
 
-def _lines(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+def _lines(engine: Any) -> None:
     """A linear's weight is quantized by lines of 32."""
     linear = next(one for name, one in engine.model[0].named_modules() if name.endswith("1.mlp.linear_fc1"))
     linear.quantizers["scaling_fwd"][1].with_2d_quantization = False
 
 
 @pytest.mark.since((2, 20))
-def test_square_weights_are_audited(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_square_weights_are_audited(script: Any) -> None:  # noqa: F811
     hook = audited(script, rules=script.SQUARES)
     assert [text for one in hook.history for text in one.get("faults", ())] == []
-    hook = audited(script, lambda engine: _lines(monkeypatch, engine), rules=script.SQUARES)
+    hook = audited(script, _lines, rules=script.SQUARES)
     (linears,) = [one for one in hook.reports["live"].findings if one.subject == "linears"]
     assert not linears.ok
     assert "fprop weight e4m3 mxfp8" in linears.found

@@ -1,7 +1,6 @@
 """NVFP4: the order of its scales, options that exclude each other, and fast math."""
 
-from __future__ import annotations
-
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from mpbridge.backend.devices.redirect import CPU
 from mpbridge.common.errors import Refused
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.precision.regions import Quant
-from mpbridge.te_cpu import played
 from mpbridge.te_cpu.operands import gemm_operand, values_of
-from mpbridge.te_cpu.played import Played, now
+from mpbridge.te_cpu.played import now, playing
 from mpbridge.te_cpu.swizzle import swizzled
 
 BLACKWELL = now().capability >= (10, 0)
@@ -55,13 +53,8 @@ def test_a_dropped_column_copy_of_square_blocks_is_made_again_from_the_rows() ->
 @pytest.mark.since((2, 20))
 @pytest.mark.parametrize(
     ("name", "wide", "defaults"),
-    [
-        ("scaled_dswiglu", 2, ()),
-        ("scaled_dsituglu", 2, (4.0, 25.0)),
-        ("scaled_clamped_dswiglu", 2, (7.0, 1.702, 1.0)),
-        ("scaled_dsrelu", 1, ()),
-    ],
-)
+    [("scaled_dswiglu", 2, ()), ("scaled_dsituglu", 2, (4.0, 25.0)), ("scaled_clamped_dswiglu", 2, (7.0, 1.702, 1.0)), ("scaled_dsrelu", 1, ())],
+)  # fmt: skip
 def test_backward_activations_take_the_forward_input_by_its_name(name, wide, defaults) -> None:
     x, grad, factors = torch.randn(4, 8 * wide), torch.randn(4, 8), torch.rand(4)
     function = getattr(tex, name)
@@ -125,21 +118,15 @@ def test_scales_of_parts_quantized_together_are_all_in_tiles_or_none(sizes, opti
         if len(own):
             alone = nvfp4(**options)(own)
             for column in (False, True):
-                assert torch.equal(
-                    values_of(part, torch.float32, column=column), values_of(alone, torch.float32, column=column)
-                )
+                found, wanted = (values_of(one, torch.float32, column=column) for one in (part, alone))
+                assert torch.equal(found, wanted)
 
 
 @pytest.fixture
 def release():
     """Plays the machine with another release for the rest of the test."""
-
-    def play(number: tuple[int, int]) -> None:
-        played.enter(Played(machine=now().machine, release=number))
-
-    before = len(played._now)
-    yield play
-    del played._now[before:]
+    with ExitStack() as stack:
+        yield lambda number: stack.enter_context(playing(now().machine, number))
 
 
 @pytest.mark.since((2, 20))

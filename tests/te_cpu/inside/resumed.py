@@ -1,7 +1,5 @@
 """Runs over Transformer Engine's modules that stop and go on: in the same realization to the bit, in the other one within a rounding here and there."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,9 +8,9 @@ from mpbridge import pretrain
 from mpbridge.common.report.metrics import read
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.format import decoded
+from tests.te_cpu.two_ranks import BLOCKWISE, DELAYED, MXFP8, NVFP4, OVERLAP, TENSORWISE, WHOLE
 
-from .matrix import BLOCKWISE, DELAYED, MXFP8, NVFP4, TENSORWISE, WHOLE
-from .training import BLACKWELL, OVERLAP, tiny
+from .training import BLACKWELL, tiny
 
 FAST = ("emulate=fast", "target=null", "te=null")
 RECIPES = {MXFP8: OVERLAP, NVFP4: ()} if BLACKWELL else {DELAYED: OVERLAP, TENSORWISE: OVERLAP, BLOCKWISE: ()}
@@ -30,18 +28,12 @@ def losses(folder, recipe: str, *more: str) -> list[float]:
     return [row["loss"] for row in read(log / "metrics.jsonl") if "loss" in row]
 
 
-def histories(place) -> list[str]:
-    """Modules that have an extra state (every one under 2.11, delayed scaling's alone later); the others' takes the bytes of a null."""
-    rows = json.loads((place / "index.json").read_text())["objects"]
-    return [key for key, (_, _, size) in rows.items() if "_extra_state" in key and size > len("null")]
-
-
 def extra_states(place) -> list[dict]:
-    """Those extra states, as the data that they are."""
+    """Extra states of modules (every one's under 2.11, delayed scaling's alone later), as the data that they are; the others' are null."""
     index, states = json.loads((place / "index.json").read_text()), []
-    for key in histories(place):
-        number, at, size = index["objects"][key]
-        states.append(decoded(json.loads((place / index["files"][number]).read_bytes()[at : at + size])))
+    for key, (number, at, size) in index["objects"].items():
+        if "_extra_state" in key:
+            states.append(decoded(json.loads((place / index["files"][number]).read_bytes()[at : at + size])))
     return [state for state in states if state is not None]
 
 

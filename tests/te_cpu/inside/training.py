@@ -16,8 +16,8 @@ from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.te_cpu.played import now
 from mpbridge.training.base import Hook
+from tests.te_cpu.two_ranks import BLOCKWISE, DELAYED, MXFP8, NVFP4, OVERLAP, ROOT, TENSORWISE
 
-ROOT = Path(__file__).resolve().parents[3]
 BLACKWELL = now().capability >= (10, 0)
 TINY = (
     "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.max_sequence_length=128", "data.seq_length=128",
@@ -28,10 +28,8 @@ TINY = (
 def tiny(recipe: str, *overrides: str, model: str = "gpt_tiny"):
     """A run of the played machine and release."""
     played = ["emulate=te", f"target={now().machine.name}", f"te='{'.'.join(map(str, now().release[:2]))}'"]
-    config = ConfigContainer.load(
-        ROOT / f"configs/{model}.yaml", [f"mixed_precision.recipe={recipe}", *TINY, *played, *overrides]
-    )
-    return config.resolved()
+    settings = [f"mixed_precision.recipe={recipe}", *TINY, *played, *overrides]
+    return ConfigContainer.load(ROOT / f"configs/{model}.yaml", settings).resolved()
 
 
 class Seen(Hook):
@@ -42,15 +40,10 @@ class Seen(Hook):
         self.modules = {type(module).__module__.partition(".")[0] for module in training.engine.model[0].modules()}
 
 
-OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
-RUNS = (
-    [("bf16_with_mxfp8_mixed", "MXFP8Tensor", OVERLAP), ("bf16_with_nvfp4_mixed", "Parameter", ())]
-    if BLACKWELL
-    else [
-        ("bf16_with_fp8_delayed_scaling_mixed", "Float8Tensor", OVERLAP),
-        ("bf16_with_fp8_subchannel_scaling_mixed", "Parameter", ()),
-    ]
-)
+if BLACKWELL:
+    RUNS = ((MXFP8, "MXFP8Tensor", OVERLAP), (NVFP4, "Parameter", ()))
+else:
+    RUNS = ((DELAYED, "Float8Tensor", OVERLAP), (BLOCKWISE, "Parameter", ()))
 
 
 @pytest.mark.parametrize(
@@ -69,11 +62,8 @@ def test_a_recipe_trains_on_transformer_engines_modules_and_passes_its_audit(rec
 def test_adapters_train_beside_a_stored_base() -> None:
     seen = Seen()
     recipe, weights, overrides = RUNS[0]
-    summary = pretrain(
-        tiny(recipe, "train.audit=stop", "model.num_layers=1", *overrides, model="lora_tiny"),
-        hooks=[seen],
-        quiet=True,
-    )
+    run = tiny(recipe, "train.audit=stop", "model.num_layers=1", *overrides, model="lora_tiny")
+    summary = pretrain(run, hooks=[seen], quiet=True)
     assert summary.last_loss < summary.first_loss
     assert seen.classes["decoder.layers.0.self_attention.linear_qkv.weight"] == weights
 
@@ -130,7 +120,7 @@ def test_adapters_train_beside_a_base_stored_in_nvfp4() -> None:
 
     seen = Held()
     options = ("train.audit=stop", "model.num_layers=1", "mixed_precision.fp4_param=true")
-    summary = pretrain(tiny("bf16_with_nvfp4_mixed", *options, model="lora_tiny"), hooks=[seen], quiet=True)
+    summary = pretrain(tiny(NVFP4, *options, model="lora_tiny"), hooks=[seen], quiet=True)
     assert summary.last_loss < summary.first_loss
     assert seen.classes["decoder.layers.0.self_attention.linear_qkv.weight"] == "NVFP4Tensor"
     assert held["codes"] + held["plain"] + held["params"] + held["weight_transposes"] == 0
@@ -140,23 +130,8 @@ def test_adapters_train_beside_a_base_stored_in_nvfp4() -> None:
 # the recipe that a Hopper runs keeps two layers at each end in BF16
 BEFORE, PATTERN = (0, "M*-") if BLACKWELL else (2, "M-M*-M-")
 HYBRID = (f"model.hybrid_override_pattern={PATTERN}", f"model.num_layers={len(PATTERN)}")
-HYBRIDS = (
-    ["bf16_with_mxfp8_mixed"]
-    if BLACKWELL
-    else [
-        "nemotron_h_bf16_with_fp8_current_scaling_mixed",
-        *(
-            pytest.param(recipe, marks=pytest.mark.slow)
-            for recipe in (
-                "bf16_with_fp8_subchannel_scaling_mixed",
-                "bf16_with_fp8_delayed_scaling_mixed",
-                "nanov2_bf16_with_fp8_current_scaling_mixed",
-                "bf16_mixed",
-                "fp32",
-            )
-        ),
-    ]
-)
+FIRST, *OTHERS = [MXFP8] if BLACKWELL else [f"nemotron_h_{TENSORWISE}", BLOCKWISE, DELAYED, f"nanov2_{TENSORWISE}", "bf16_mixed", "fp32"]  # fmt: skip
+HYBRIDS = [FIRST, *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHERS)]
 
 
 @pytest.mark.parametrize("recipe", HYBRIDS)
@@ -166,20 +141,8 @@ def test_a_hybrid_trains_stops_and_goes_on_to_the_bit(recipe, tmp_path) -> None:
     def run(folder: str, *more: str) -> tuple[Steps, Seen]:
         steps, seen = Steps(False), Seen()
         saved = [f"checkpoint.{way}={tmp_path / folder}" for way in ("save", "load")]
-        pretrain(
-            tiny(
-                recipe,
-                "train.audit=stop",
-                "train.train_iters=3",
-                *HYBRID,
-                *(OVERLAP if BLACKWELL else ()),
-                *saved,
-                *more,
-                model="nemotron_h_tiny",
-            ),
-            hooks=[steps, seen],
-            quiet=True,
-        )
+        settings = ["train.audit=stop", *HYBRID, *(OVERLAP if BLACKWELL else ()), *saved, *more]
+        pretrain(tiny(recipe, *settings, model="nemotron_h_tiny"), hooks=[steps, seen], quiet=True)
         return steps, seen
 
     whole, seen = run("whole")

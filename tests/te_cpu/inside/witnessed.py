@@ -1,7 +1,5 @@
 """Transformer Engine's modules in a loop around megatron-core's objects, under a witness."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
