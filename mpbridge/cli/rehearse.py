@@ -35,11 +35,11 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
+    writable(args.out, folder=True)  # before a framework is loaded
     from mpbridge.training.rehearse import rehearsal
     from mpbridge.training.rehearse.page import page
     from mpbridge.training.rehearse.report import caveats, tables
 
-    writable(args.out, folder=True)
     out = console(speaks=rank() == 0)
     recipes = tuple(filter(None, map(str.strip, args.recipes.split(",")))) if args.recipes else rehearsal.RECIPES
     if not recipes:

@@ -30,6 +30,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cut.bin").write_bytes(bytes(4))
     (tmp_path / "cut.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1000, 1001))
     (tmp_path / "two.bin").write_bytes(bytes(4))
+    (tmp_path / "odd.bin").write_bytes(bytes(4))
+    (tmp_path / "odd.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 1, 1, 0, 2, 0, 1, 7))
+    (tmp_path / "hollow.bin").touch()
+    (tmp_path / "hollow.idx").write_bytes(
+        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 1, 1, 0, 2, 0, 1, 2)
+    )
     (tmp_path / "two.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 1, 1, 0, 2, 0, 1, 2))
     (tmp_path / "tok").mkdir()
     words = {"a": 0, "b": 1, "c": 700}
@@ -52,6 +58,8 @@ FAULTS = [
     pytest.param(["data.corpus=blank.txt"], "no usable text (1 empty)", id="blank text"),
     pytest.param(["data.corpus=other.jsonl"], "no usable text (1 key missing)", id="another key"),
     pytest.param(["data.corpus=cut"], "it is truncated", id="damaged pair"),
+    pytest.param(["data.corpus=odd"], "its last document ends behind sequence 7, and it has 2", id="a pair's documents"),
+    pytest.param(["data.corpus=hollow"], "hollow.bin is empty", id="a pair without tokens"),
     pytest.param(["data.corpus=two", "data.seq_length=4"], "leaves nothing for 'valid'", id="nothing left for a part"),
     pytest.param(["data.corpus=[two, other.jsonl]"], "are mixed", id="mixed kinds"),
     pytest.param(["data.valid=nope"], "data.valid=nope: nope: no such file", id="no validation text"),

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.common.prose import printable
 from mpbridge.common.report.console import tell
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 REDRAW = 0.25
 """Minimum seconds between redraws: rich's own refresh thread would compete with training for CPU cores."""
@@ -52,10 +52,12 @@ class ProgressLine:
     def __init__(self, console: Console, *, total: int, done: int = 0, interval: int = 10, bar: bool = True) -> None:
         self.console, self.total, self.interval = console, total, max(1, interval)
         self._bar: Progress | None = None
-        self._task: TaskID = TaskID(0)
+        self._task: Any = 0
         self._drawn = 0.0
         self._cell = _CellBar(total) if bar and in_notebook() and not console.quiet else None
         if bar and console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
             text = TextColumn("{task.description}")
             columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), text)
             self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
@@ -102,6 +104,10 @@ class ProgressLine:
 @contextmanager
 def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the returned function with (done, total)."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
+
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         task = progress.add_task(escape(printable(what)))

@@ -133,7 +133,7 @@ class PairIndex:
 
 
 def pair_index(prefix: str) -> PairIndex:
-    """The header of `prefix`.idx. Raises DataError if it is not an index or is truncated."""
+    """The header of `prefix`.idx. Raises DataError if it is not an index, is truncated, or is not that of the .bin."""
     place = Path(f"{prefix}.idx")
     try:
         size, data = place.stat().st_size, Path(f"{prefix}.bin").stat().st_size
@@ -155,7 +155,17 @@ def pair_index(prefix: str) -> PairIndex:
         raise DataError(
             f"{prefix}.bin has {data:,} bytes, not a multiple of the {_BYTES[code]} of a token: it is truncated; pack the text again"
         )
-    return PairIndex(prefix=prefix, sequences=sequences, documents=documents)
+    with place.open("rb") as stream:
+        stream.seek(needed - 8)
+        end = int.from_bytes(stream.read(8), "little", signed=True)
+    if documents < 1 or end != sequences:
+        raise DataError(
+            f"{place} is damaged: its last document ends behind sequence {end:,}, and it has {sequences:,}; pack the text again"
+        )
+    found = PairIndex(prefix=prefix, sequences=sequences, documents=documents)
+    if not data and found.holds_tokens((0.0, 1.0)):
+        raise DataError(f"{prefix}.bin is empty, its index names tokens: it is truncated; pack the text again")
+    return found
 
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24

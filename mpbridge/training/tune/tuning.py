@@ -255,7 +255,7 @@ class _Choice:
             raise BadValue(
                 f"--budget {budget}: everything meets it; {high} for all linears costs {shown[1]}: use {high}, or a smaller budget"
             )
-        return limit
+        return max(limit, cheapest)
 
     def choices(self) -> dict[str, dict[str, str]]:
         """Arm -> its choice; the proposal first. Raises BadValue for a budget that only high precision everywhere meets, or nothing."""
