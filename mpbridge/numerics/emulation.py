@@ -110,7 +110,11 @@ class Emulation(Pausable):
             what = f"a policy that computes in {other.short} needs a model built for it"
             raise Refused(f"the model computes in {own.short}; {what}")
         before = (self.policy, self.release, self.environment)
-        self._rule(policy, release or self.release, self.environment if environment is None else environment)
+        self._rule(
+            policy,
+            self.release if release is None else release,
+            self.environment if environment is None else environment,
+        )
         placed = self._placed
         self._placed = [p._replace(gemms=policy.gemms_at(p.below, p.layer, p.layers, p.name)) for p in placed]
         try:

@@ -45,7 +45,7 @@ class LossScale:
 
         The first `hysteresis - 1` overflows leave the scale unchanged, each further one halves it (megatron-core's DynamicGradScaler)."""
         end = max(self.minimum, to or self.minimum)
-        if not self.dynamic or end >= self.initial:
+        if not (self.dynamic and end < self.initial):
             return 0
         return self.hysteresis - 1 + math.ceil(math.log2(self.initial / end))
 

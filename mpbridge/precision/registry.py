@@ -157,8 +157,11 @@ def register(
         described = summary or (inspect.getdoc(made_by) or "").partition("\n")[0]
         described = described or f"registered by {getattr(made_by, '__module__', 'a caller')}"
         source = f"{getattr(made_by, '__module__', '?')}:{getattr(made_by, '__qualname__', '?')}"
-        own = {"source": source, **metadata, "aliases": tuple(map(key, aliases)), "prefers": engine, "advice": hints}
-        _store(Recipe(name=key(name or own_name), make=made_by, summary=described, **own))
+        more, spelled = {"source": source, **metadata}, tuple(map(key, aliases))
+        named = key(name or own_name)
+        _store(
+            Recipe(name=named, make=made_by, summary=described, aliases=spelled, prefers=engine, advice=hints, **more)
+        )
         return made_by
 
     return enter if factory is None else enter(factory)

@@ -85,7 +85,7 @@ def _lora(model: Mapping[str, Any]) -> _Rows:
 def sizes_of(model: Mapping[str, Any]) -> dict[str, int]:
     """SIZES of the parts in a hybrid's pattern, with the number of heads that megatron-core derives from twice the hidden size (ssm/mamba_mixer.py)."""
     names = [name for symbol in dict.fromkeys(pattern_of(model)) for name in SIZES.get(PARTS[symbol], ())]
-    given = model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"]
+    given = model["mamba_num_heads"] or 2 * model["hidden_size"] // (model["mamba_head_dim"] or 1)
     return {name: int(given if name == "mamba_num_heads" else model[name]) for name in names}
 
 
@@ -123,13 +123,14 @@ def _yarn(model: Mapping[str, Any]) -> _Rows:
     other = "model.rope_type=yarn with rotary_scaling_factor, original_max_position_embeddings and the related settings"
     text = f"model.position_embedding_type=yarn does not apply to latent attention, which takes {other}"
     yield on and latent, text
-    on = on and not latent
+    if not on or latent:
+        return
     for name in ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"):
-        yield on and model[name] is None, f"model.{name} is missing"
+        yield model[name] is None, f"model.{name} is missing"
     for name, only in _NOT_UNDER_YARN.items():
         text = f"model.{name}={model[name]}: megatron-core's YaRN does not support it: leave it at {only}"
-        yield on and model[name] != only, text
-    yield on and fast <= slow, f"model.yarn_beta_fast={fast:g}: expected more than model.yarn_beta_slow={slow:g}"
+        yield model[name] != only, text
+    yield fast <= slow, f"model.yarn_beta_fast={fast:g}: expected more than model.yarn_beta_slow={slow:g}"
 
 
 def _experts(model: Mapping[str, Any]) -> _Rows:

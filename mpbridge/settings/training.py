@@ -98,6 +98,8 @@ def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
     peak, least = optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0
     if not peak:
         return ["optimizer.lr is missing (optimizer.lr=1e-3)"]
+    if peak < 0:
+        return [f"optimizer.lr={peak}: expected a positive number"]
     return [f"optimizer.min_lr={least} is above optimizer.lr={peak}"] if least > peak else []
 
 

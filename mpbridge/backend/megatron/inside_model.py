@@ -10,6 +10,7 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -84,6 +85,13 @@ def experts_in_turn(column: type, row: type) -> Any:
 def latent_attention_takes(column: type) -> AbstractContextManager[None]:
     """Context for building layers: megatron-core's MLA checks its down projections against a list of classes and rejects subclasses (emulated linears)."""
     return replaced((multi_latent_attention, "ColumnParallelLinear", column))
+
+
+def multiplies_routers(config: Any) -> bool:
+    """Whether megatron-core multiplies routers by Transformer Engine's general_gemm, where it found that (moe_utils.py RouterGatingLinearFunction)."""
+    return (
+        getattr(moe_utils, "te_general_gemm", None) is not None and getattr(config, "moe_router_dtype", None) != "fp64"
+    )
 
 
 def router_biases_in_fp32(model: torch.nn.Module) -> None:

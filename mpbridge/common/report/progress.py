@@ -69,8 +69,9 @@ class ProgressLine:
         redraw = now - self._drawn > REDRAW or iteration == self.total
         if self._cell is None and self._stays(iteration):
             tell(self.console, f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
-        if self._cell is not None and redraw:
-            self._cell.draw(iteration, text)
+        if self._cell is not None:
+            if redraw:
+                self._cell.draw(iteration, text)
         elif self._bar is not None:
             self._bar.update(self._task, completed=iteration, description=text)
             if redraw:

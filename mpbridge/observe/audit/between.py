@@ -150,7 +150,10 @@ class AsRead:
         }
 
     def _ran(self, number: int, module: Any, args: Any, output: Any) -> None:
-        self._handles.pop(number).remove()
+        handle = self._handles.pop(number, None)
+        if handle is None:  # two threads run one chunk
+            return
+        handle.remove()
         # under a transform of torch.func (vmap, grad) parameters have no values that could be read
         if not self._handles and torch._C._functorch.peek_interpreter_stack() is None:
             with self._aside(), torch.no_grad():

@@ -123,7 +123,15 @@ def audit(
     seconds = time.process_time() - begun
     ranks = everywhere(seen)
     stepped = result if before is not None else None
-    findings = judge(engine, promises, ranks, live=stage == "live", watched=watch is not None, result=stepped)
+    findings = judge(
+        engine,
+        promises,
+        ranks,
+        live=stage == "live",
+        watched=watch is not None,
+        moved=before is not None,
+        result=stepped,
+    )
     facts = facts_of(engine, step) | {"fingerprint": policy.fingerprint()}
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, roles in ranks[0].layouts.items():
@@ -139,13 +147,20 @@ def facts_of(engine: Any, step: int | None) -> dict[str, Any]:
 
 
 def judge(
-    engine: Any, promises: Promises, ranks: Sequence[Observed], *, live: bool, watched: bool, result: StepResult | None
+    engine: Any,
+    promises: Promises,
+    ranks: Sequence[Observed],
+    *,
+    live: bool,
+    watched: bool,
+    moved: bool,
+    result: StepResult | None,
 ) -> list[Finding]:
-    """What all ranks observed against what was promised. live: an update has created optimizer states; watched: a step was observed; result: of that step,
-    if the state before its update is known and gradients were followed."""
+    """What all ranks observed against what was promised. live: an update has created optimizer states; watched: a step was observed; moved: the state before
+    its update is known; result: of that step, where gradients were followed too."""
     findings = tensor_findings(ranks, promises, live=live)
     findings += rule_findings(ranks, promises, ran=watched) + flag_finding(ranks)
-    findings += weight_findings([rank.weights for rank in ranks], stepped=result is not None)
+    findings += weight_findings([rank.weights for rank in ranks], stepped=moved)
     findings += fixed_finding([rank.fixed for rank in ranks])
     findings += replica_findings([rank.copies for rank in ranks])
     if watched:

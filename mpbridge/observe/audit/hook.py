@@ -97,10 +97,11 @@ class AuditHook:
         self.step, self._updates, self._last, self._left, self._scales = step, Updates(), None, None, {}
         self._follow_scale(engine)
         found = replica_findings(from_all(copies(engine)))
-        promised, scale = engine.run.policy.loss_scale, float(engine.optimizer.get_loss_scale())
-        if not step and promised is not None and promised.dynamic and scale != promised.initial:
-            meant = f"{promised.initial:g} at first"
-            found = [Finding(subject="loss scale", promised=meant, found=f"{scale:g}", ok=False), *found]
+        promised = engine.run.policy.loss_scale
+        if not step and promised is not None and promised.dynamic:
+            scale, meant = float(engine.optimizer.get_loss_scale()), f"{promised.initial:g} at first"
+            if scale != promised.initial:
+                found = [Finding(subject="loss scale", promised=meant, found=f"{scale:g}", ok=False), *found]
         if not all(one.ok for one in found):
             self._conclude(training, self._small_report(engine, found), "before the first step")
         self._write()  # the loop may have written a fresh precision.json since the static audit

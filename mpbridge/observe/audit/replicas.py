@@ -135,6 +135,8 @@ def _slices() -> tuple[int, int, int]:
     """This rank's position among tensor-parallel, expert-parallel and expert-tensor-parallel ranks."""
     from megatron.core import parallel_state as state
 
+    if not state.model_parallel_is_initialized():
+        return 0, 0, 0
     tensor, expert = state.get_tensor_model_parallel_rank(), state.get_expert_model_parallel_rank()
     return tensor, expert, state.get_expert_tensor_parallel_rank()
 

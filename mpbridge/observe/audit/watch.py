@@ -151,7 +151,9 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
 
     # --- begin and end -------------------------------------------------------------------------------------------------------------------
     def start(self, chunks: list[Any]) -> None:
-        """Starts observing these model chunks."""
+        """Starts observing these model chunks; a second start does nothing."""
+        if self._undo is not None:
+            return
         self._paths = modules.module_paths(chunks)
         self.products.modules = {path: module for module, path in self._paths.items() if modules.is_linear(module)}
         self.products.embeddings = {p: m for m, p in self._paths.items() if type(m).__name__.endswith("Embedding")}

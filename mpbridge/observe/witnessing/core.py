@@ -263,10 +263,13 @@ class CoreFsdp2Loop(_Sharded):
 
     def audit_holdings(self) -> Iterator[Held]:
         """Every shard with its FP32 copy."""
-        owned = {id(model): (part, main) for part in self._parts() for model, main in main_weights(part)}
+        owned = {}
+        for part in self._parts():
+            groups = groups_of(part.optimizer)
+            for model, copy in main_weights(part):
+                owned[id(model)] = (Owned(part.optimizer, groups.get(id(copy))), copy)
         for name, parameter in self.named_parameters():
-            part, main = owned.get(id(parameter), (None, None))
-            mine = NOBODY if part is None else Owned(part.optimizer, groups_of(part.optimizer).get(id(main)))
+            mine, main = owned.get(id(parameter), (NOBODY, None))
             own, begin = local(parameter).detach().reshape(-1), first_element(name, parameter)
             yield Held(name, parameter, own, main, begin, mine.inner, mine.group, state=mine.state(main))
 

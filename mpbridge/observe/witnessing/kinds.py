@@ -62,8 +62,8 @@ def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None
     if "DeepSpeedOptimizerWrapper" in _classes(optimizer) and _zero(inside := getattr(optimizer, "optimizer", None)):
         optimizer = inside  # accelerate's wrapper
     if not _core(optimizer) and not _zero(optimizer):
-        inner = inner_optimizers(optimizer)
-        if not inner or not all(hasattr(one, "param_groups") for one in inner):
+        several = optimizer if isinstance(optimizer, (list, tuple)) else inner_optimizers(optimizer)
+        if not several or not all(hasattr(one, "param_groups") for one in several):
             what = type(optimizer).__name__
             raise BadValue(f"witness() got an optimizer of class {what}, expected one with param_groups")
         # accelerate's optimizers carry theirs

@@ -282,7 +282,9 @@ class Observation:
             findings = sound(self.loop, ranks, self.result, self.under)
         else:
             stepped = self.result is not None
-            findings = judge(self.loop, self.promises, ranks, live=stepped, watched=True, result=self.result)
+            findings = judge(
+                self.loop, self.promises, ranks, live=stepped, watched=True, moved=stepped, result=self.result
+            )
         finite = all(from_all(bool(self.updates) or _is_finite(self.loop)))
         findings = noted(findings, self, trains=trains, finite=finite)
         findings += hidden(self.loop) + (unmeant(self.loop) if self.promises is None else [])

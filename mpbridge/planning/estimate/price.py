@@ -174,7 +174,7 @@ def with_wires(
 def host_units(run: RunFacts, work: Work) -> float:
     """Host work per micro-batch in units of the constant 'host': what remains with CUDA graphs and dispatchers."""
     model = run.model
-    scope = model.get("cuda_graph_scope")
+    scope = model.get("cuda_graph_scope") or model.get("cuda_graph_modules")
     scopes = [scope] if isinstance(scope, str) else list(scope or ())
     graphed = model.get("cuda_graph_impl") not in (None, "none")
     factor = 1.0

@@ -180,7 +180,7 @@ def _graph_inputs(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> in
         return 0
     rows = shape.seq_length // parallel.context
     states = rows * run.micro_batch_size * shape.hidden_size * policy.compute.bytes
-    scope = str(model.get("cuda_graph_scope") or "attn")
+    scope = str(model.get("cuda_graph_scope") or model.get("cuda_graph_modules") or "attn")
     mask = run.micro_batch_size * rows * shape.seq_length if "attn" in scope else 0
     layers = [len(chunk.built(shape)) for chunk in at.chunks(run)]
     return int((states // parallel.sequence_width + mask) * in_flight(run, at.stage, layers))

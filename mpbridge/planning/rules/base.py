@@ -176,7 +176,7 @@ class Rule:
 def row(
     id: str, found: str | Callable[[Case], object], expected: str, cure: str, source: str = MODEL_CONFIG, **more: Any
 ) -> Rule:
-    """A rule as the tables write it: what is found; what is expected; cure and source; then what else there is."""
+    """A rule as the tables write it: what is found; what is expected; cure and source (none: the checks of TransformerConfig); then what else there is."""
     return Rule(id=id, found=found, expected=expected, cure=cure, source=source, **more)
 
 

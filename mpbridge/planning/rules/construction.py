@@ -216,8 +216,11 @@ def _graph_switches(case: Case) -> str | None:
 
 def scopes(case: Case) -> tuple[str, ...]:
     """The parts of a layer that CUDA graphs capture, as megatron-core reads the setting; () is the whole layer, also spelled 'full'."""
+    if case.model("cuda_graph_impl") == "full_iteration":  # since 0.17 no part but an implementation
+        return ("full_iteration",)
     # since 0.17 the setting is called cuda_graph_modules; the old name wins if it is set
     given = case.run.model.get("cuda_graph_scope") or case.run.model.get("cuda_graph_modules") or ()
+    given = getattr(given, "name", given)
     names = given.split(",") if isinstance(given, str) else [getattr(item, "name", item) for item in given]
     plain = tuple(str(name) for name in names)
     return () if plain == ("full",) else plain
@@ -229,7 +232,7 @@ def _graph_words(case: Case) -> str | None:
     if "cuda_graph_modules" in known and old is not None and new not in ("full", None, []):
         return "cuda_graph_scope together with cuda_graph_modules, its new name"
     legal = (known.get("cuda_graph_modules") or known["cuda_graph_scope"])["choices"]
-    odd = [name for name in scopes(case) if name not in legal]
+    odd = [name for name in scopes(case) if name not in (*legal, case.model("cuda_graph_impl"))]
     return f"cuda_graph_scope has {', '.join(map(repr, odd))} (known: {', '.join(legal)})" if odd else None
 
 
@@ -247,7 +250,10 @@ def _graph_scope(case: Case) -> str:
     all_have = every == 1 or (isinstance(every, (list, tuple)) and 0 not in every)
     return faults(
         "captured: ",
-        ("full_iteration with transformer_engine", implementation != "local" and "full_iteration" in parts),
+        (
+            "full_iteration with transformer_engine",
+            implementation == "transformer_engine" and "full_iteration" in parts,
+        ),
         ("moe together with moe_router", {"moe", "moe_router"} <= parts),
         ("moe_preprocess without moe_router", "moe_preprocess" in parts and "moe_router" not in parts),
         ("moe parts without experts", not experts and parts & {"moe", "moe_router"}),
@@ -306,8 +312,8 @@ RULES: tuple[Rule, ...] = (
          when=lambda c: c.model("recompute_granularity") == "selective"),
     row("offloaded-modules", _offloaded, "a list of known modules", "correct model.offload_modules", when=lambda c: c.model("fine_grained_activation_offloading")),
     row("graph-switches", _graph_switches, "one of them", "model.cuda_graph_impl alone"),
-    row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope"),
-    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope", when=lambda c: _graphs(c) != "none"),
+    row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope (since 0.17 cuda_graph_modules)"),
+    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope (since 0.17 cuda_graph_modules)", when=lambda c: _graphs(c) != "none"),
     row("graph-with-recomputation", _graph_recompute, "no random numbers in a captured part that is recomputed", "model.cuda_graph_impl=none, or model.recompute_granularity=null",
          when=lambda c: _graphs(c) != "none"),
     row("recompute-outside-autocast", _autocast, "neither: autocast is around the forward pass alone, so what backward recomputes is computed in other dtypes",

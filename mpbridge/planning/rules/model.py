@@ -90,7 +90,7 @@ RULES: tuple[Rule, ...] = (
         about="quantized", when=lambda c: _padding(c) and c.dispatcher in ("allgather", "alltoall_seq")),
     row("router-padding-in-a-graph", "moe_router_padding_for_fp8 with a captured moe_preprocess",
         "no synchronising copies in a captured step",
-        "remove moe_preprocess from model.cuda_graph_scope",
+        "remove moe_preprocess from model.cuda_graph_scope (since 0.17 cuda_graph_modules)",
         when=lambda c: c.model("moe_router_padding_for_fp8") and c.model("cuda_graph_impl", "none") != "none" and "moe_preprocess" in scopes(c)),
     row("nan-check-in-a-graph", "check_for_nan_in_grad with a captured iteration",
         "no host-side check inside a captured iteration",

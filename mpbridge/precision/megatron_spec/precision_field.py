@@ -21,6 +21,11 @@ class Absent(enum.Enum):
     KEEP = "KEEP"
     UNSET = "UNSET"
 
+    def __repr__(self) -> str:
+        return self.name
+
+    __str__ = __repr__
+
 
 ALWAYS: Final = Window(package="megatron_core")
 """Every described version."""

@@ -189,7 +189,8 @@ def hybrid_pattern(fields: ConfigFields) -> str:
         fields.raw(name)
     # from 0 to infinity, which transformers 5 writes as a mapping, because JSON has no such number
     given = fields.raw("time_step_limit")
-    sides = [one.get("__float__") if isinstance(one, dict) else one for one in given or ()]
+    ends = given if isinstance(given, list) else ()
+    sides = [one.get("__float__") if isinstance(one, dict) else one for one in ends]
     if given is not None and sides not in ([0.0, math.inf], [0.0, "Infinity"]):
         fields.fault(f"time_step_limit={given}: expected [0.0, Infinity]: megatron-core does not limit step sizes")
     return pattern

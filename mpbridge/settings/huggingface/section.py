@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import Contradiction
+from mpbridge.common.formats import say
 from mpbridge.settings.huggingface.conversions import hybrid_pattern, rope_section
 from mpbridge.settings.huggingface.families import BOOKKEEPING, FAMILIES, ConfigFields, Family
 from mpbridge.settings.huggingface.folder import CONFIG, folder_of, read_config, tensors
@@ -94,8 +95,8 @@ def _hybrid(fields: ConfigFields, family: Family) -> dict[str, Any]:
     if "num_attention_heads" not in out:
         # no layer has attention, but megatron-core's config has heads
         out |= {"num_attention_heads": heads, "kv_channels": width, "max_sequence_length": SEQUENCE}
-        if out["hidden_size"] * expand != heads * width:
-            fields.fault(f"hidden_size times expand={expand} is not {heads} heads of {width} channels")
+        if not isinstance(expand, int) or out["hidden_size"] * expand != heads * width:
+            fields.fault(f"hidden_size times expand={say(expand)} is not {heads} heads of {width} channels")
     else:
         fields.must("attention_head_dim", (out["kv_channels"],), "head_dim's older name")
     return out

@@ -49,13 +49,13 @@ def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> dict[str,
     Raises Contradiction with every setting that the family's config.json cannot express.
     """
     family, hidden, heads = family_for(model), model["hidden_size"], model["num_attention_heads"]
-    derived = {
-        "mamba_num_heads": 2 * hidden // model["mamba_head_dim"], "num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden,
-    }  # fmt: skip
+    derived = {"num_query_groups": heads, "kv_channels": hidden // heads, "ffn_hidden_size": 4 * hidden}
+    if family.hybrid:
+        derived["mamba_num_heads"] = 2 * hidden // model["mamba_head_dim"]
     out: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.name,
-        **{theirs: model[name] or derived.get(name) for name, theirs in family.sizes.items()},
+        **{theirs: model[name] or derived.get(name, model[name]) for name, theirs in family.sizes.items()},
         **(hybrid_json(model, family) if family.hybrid else _attention(model, family)),
         "vocab_size": rows,
         "initializer_range": model["init_method_std"],

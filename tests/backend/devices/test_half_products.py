@@ -92,6 +92,11 @@ def test_the_kernels_go_with_the_last_layer() -> None:
     assert not vars(devices.KERNELS)
 
 
+def test_a_torch_with_onednn_switched_off_multiplies_by_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)
+    assert not devices.multiplies_bf16()
+
+
 def test_a_cpu_that_multiplies_bf16_keeps_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
     with cpu_device():

@@ -51,15 +51,17 @@ def driven(
 
     training, batches, results = SimpleNamespace(engine=engine), batches or tiny.batches(), []
     hook.built(training)
-    hook.started(training)
-    for step in range(steps):
-        before(step)
-        hook.stepping(training)
-        results.append(engine.train_step(batches, microbatches=micro))
-        hook.stepped(training, results[-1])
-        after(step)
-    hook.finished(training)
-    hook.closed()
+    try:
+        hook.started(training)
+        for step in range(steps):
+            before(step)
+            hook.stepping(training)
+            results.append(engine.train_step(batches, microbatches=micro))
+            hook.stepped(training, results[-1])
+            after(step)
+        hook.finished(training)
+    finally:
+        hook.closed()
     return results
 
 

@@ -61,10 +61,10 @@ def test_moments_that_change_between_steps_are_named(build: Any, change: Any, wo
 
     def between(step: int) -> None:
         for state in states(engine):
-            for moment in (state["exp_avg"], state["exp_avg_sq"]):
+            for moment in (state["exp_avg"], state["exp_avg_sq"])[: 1 if "changed" in words[0] else 2]:
                 change(moment)
 
-    found = faults(engine, between)
+    found = faults(engine, between, steps=2 if "changed" in words[0] else 3)
     assert any(all(word in text for word in words) for text in found), found
 
 

@@ -190,6 +190,8 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
         mpbridge.witness("model", adam(model))
     with pytest.raises(BadValue, match="param_groups"):
         mpbridge.witness(model, "adam")
+    with pytest.raises(BadValue, match="param_groups"):
+        mpbridge.witness(model, [adam(model), None])
     with pytest.raises(BadValue, match="recipe's name"):
         mpbridge.witness(model, adam(model), 3)
     with pytest.raises(BadValue, match="no step was observed"):
