@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.backend.megatron.inside_model import multiplies_routers
 from mpbridge.common.formats import DType
 from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.observation.modules import is_attention, is_library, is_norm, is_rotary, is_router
@@ -146,7 +147,7 @@ def _adapters(engine: Any, promises: Promises, watch: Watch) -> Iterator[KindDty
 
 def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> None:
     """Values that have the promised dtype but were rounded to fewer bits earlier."""
-    seen.wrong = _unproved(promises, watch) | {"residual stream": []}
+    seen.wrong = _unproved(engine, promises, watch) | {"residual stream": []}
     odd = watch.odd.items()
     seen.wrong["GEMMs"] += [f"{path or 'the model'}: {kind} in {joined(names)}" for (path, kind), names in odd]
     seen.wrong["GEMMs"] += [f"{path} reads {what}" for path, what in watch.products.other.items()]
@@ -178,11 +179,12 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
         seen.wrong["logits"] = [f"output of the output layer: {_NARROW}"]
 
 
-def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
+def _unproved(engine: Any, promises: Promises, watch: Watch) -> dict[str, list[str]]:
     """Modules that returned something though none of their operations was seen; excludes modules that call another library, and foreign models."""
     seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "softmax", "router", "norms")}
+    by_library = any(map(is_library, watch._paths)) and multiplies_routers(engine.configs.model)
     for path, module in {} if promises.foreign else watch.ran.items():
-        if is_library(module):
+        if is_library(module) or (by_library and is_router(module)):
             continue
         if is_norm(module):
             kind, shown, what = "norms", path in watch.norms, "reciprocal root"
