@@ -79,6 +79,23 @@ def test_grouped_experts_train(scaling) -> None:
     trains(recipe, *SMALL, *overrides, model="moe_tiny")
 
 
+@pytest.mark.played("hopper")
+def test_a_router_in_transformer_engines_library_is_no_fault(monkeypatch) -> None:
+    """megatron-core multiplies routers by its general_gemm where that can be imported: 0.16 beside releases before 2.11, later ones always."""
+    from megatron.core.transformer.moe import moe_utils
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    multiplied = []
+
+    def gemm(one, other, out_dtype=None, **more):
+        multiplied.append(more["layout"])
+        return general_gemm(one, other, out_dtype=out_dtype, **more)
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", gemm, raising=False)
+    trains(DELAYED, *SMALL, model="moe_tiny")
+    assert {"TN", "NN", "NT"} <= set(multiplied)
+
+
 def native(name: str) -> bool:
     return can_run(resolve(get_mixed_precision_config(name)), this_machine(), installed()).native
 
