@@ -224,6 +224,11 @@ def why(error: Exception) -> str:
     return " ".join((said or str(error) or type(error).__name__).split())
 
 
+def shipped(name: str) -> Any:
+    """A JSON file of this package, by its path below it."""
+    return json.loads(Path(__file__).parents[1].joinpath(name).read_text(encoding="utf-8"))
+
+
 def read_json(file: Path, *, largest: int = LARGEST_JSON) -> Any:
     """The JSON value in `file`. Raises CheckpointError naming the file for anything else: damage, excessive nesting, NaN, another kind of file."""
     with opened(file) as stream:

@@ -19,10 +19,8 @@ from mpbridge.common.files import LIMITS, bytes_of, lines_of, text_of
 ROOT = Path(mpbridge.__file__).parent
 OTHERS = {
     "common/versions.py": "installed packages' own files", "common/pages/document.py": "this package's own files",
-    "common/probe.py": "installed packages' own files", "interop/stacks/reading.py": "this package's own files",
-    "interop/stacks/megatron_lm_arguments.py": "this package's own files",
-    "observe/audit/findings.py": "what this run's audits wrote", "planning/estimate/constants.py": "this package's own files",
-    "precision/megatron_spec/schema.py": "this package's own files", "te_cpu/cuda_answers.py": "the kernel's /proc",
+    "common/probe.py": "installed packages' own files", "common/files.py": "this package's own files",
+    "observe/audit/findings.py": "what this run's audits wrote", "te_cpu/cuda_answers.py": "the kernel's /proc",
     "te_cpu/rank_server.py": "the gate of its own world", "te_cpu/ranks.py": "what its own ranks wrote",
     "training/checkpoint/store.py": "a digest, by blocks",
     "training/data/look.py": "corpora, whose size is the user's, and an index of fixed width",

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import cut, nearest
+from mpbridge.common.files import shipped
 from mpbridge.common.formats import dtype
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.interop.stacks.optimizers import Setting, Trained, settings
@@ -32,7 +31,7 @@ CORE = {one.megatron_lm[0]: one.version for one in RELEASES if one.megatron_lm}
 @functools.cache
 def options(version: str = [*VERSIONS][-1]) -> Mapping[str, Any]:
     """option -> how many values it takes (an int, '+' or '*'); scripts/evidence/stacks/megatron_lm.py writes the file from the parser."""
-    data = json.loads((Path(__file__).parent / "data" / "megatron_lm.json").read_text(encoding="utf-8"))
+    data = shipped("interop/stacks/data/megatron_lm.json")
     older = data["older"].get(version, {"lacks": (), "has": {}})
     lacks = frozenset(older["lacks"])
     found = {name: arity for name, arity in data["options"].items() if name not in lacks} | older["has"]

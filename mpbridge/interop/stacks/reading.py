@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import BadValue, DataError, brief, cut, nearest
+from mpbridge.common.files import shipped
 from mpbridge.common.formats import DType, dtype, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, updated_by
@@ -221,8 +220,7 @@ def base_field(compute: DType) -> dict[str, Any]:
 @functools.cache
 def known(stack: str) -> Mapping[str, frozenset[str]]:
     """section -> its known keys; '' is the top level. A section that is not listed takes what its `_target_` or its owner takes."""
-    text = (Path(__file__).parent / "data" / "known_keys.json").read_text(encoding="utf-8")
-    keys: Mapping[str, list[str]] = json.loads(text).get(stack, {}).get("keys", {})
+    keys: Mapping[str, list[str]] = shipped("interop/stacks/data/known_keys.json").get(stack, {}).get("keys", {})
     return MappingProxyType({section: frozenset(names) for section, names in keys.items()})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.files import text_of
+from mpbridge.common.files import shipped, text_of
 from mpbridge.common.machines import Machine, machine
 
 DATA = Path(__file__).with_name("data") / "step_time.json"
@@ -47,7 +46,7 @@ class Constants:
 @cache
 def constants() -> Constants:
     """The shipped constants."""
-    data = json.loads(DATA.read_text(encoding="utf-8"))
+    data = shipped("planning/estimate/data/step_time.json")
     return Constants(
         shared=MappingProxyType({name: row["value"] for name, row in data["shared"].items()}),
         machines=MappingProxyType({name: row["value"] for name, row in data["machines"].items()}),

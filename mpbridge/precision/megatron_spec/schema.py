@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.precision.megatron_spec.versions import FOLDER, current, nearest
+from mpbridge.common.files import shipped
+from mpbridge.precision.megatron_spec.versions import current, nearest
 
 CLASSES: Mapping[str, str] = MappingProxyType(
     {"model": "TransformerConfig", "optimizer": "OptimizerConfig", "ddp": "DistributedDataParallelConfig"}
@@ -31,7 +31,7 @@ REPLACED: Mapping[str, str] = MappingProxyType(
 @functools.cache
 def upstream(version: str) -> Mapping[str, Any]:
     """The schema of a described version: class name -> field -> record, and "megatron_core": the version it was generated from."""
-    data: dict[str, Any] = json.loads((FOLDER / f"{version}.json").read_text(encoding="utf-8"))
+    data: dict[str, Any] = shipped(f"precision/megatron_spec/schema/{version}.json")
     return MappingProxyType(data)
 
 
