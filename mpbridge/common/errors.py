@@ -1,4 +1,4 @@
-"""The exceptions of mpbridge. Exceptions used in a single package are defined there: train.faults.LostRank, locks.Locked, cli.main.Interrupted.
+"""The exceptions of mpbridge. Exceptions used in a single package are defined there: training.process.LostRank, common.files.Locked, cli.main.Interrupted.
 
 MpbridgeError                     exit_code 2: the call was wrong
 |- UnknownName                    kind, given, near, known; also an AttributeError and a LookupError

@@ -259,7 +259,7 @@ class RunFacts:
     global_batch_size: int = 1
     versions: Versions = Versions()
     machine: Any = None
-    """The hardware.machines.Machine that will run it; None: unknown."""
+    """The common.machines.Machine that will run it; None: unknown."""
     played: bool = False
     """Whether that machine is played on a CPU, whose processes talk by gloo."""
     inert: tuple[str, ...] = ()

@@ -142,7 +142,7 @@ class ConfigContainer:
     ) -> Run:
         """The frozen Run on `world_size` processes. Raises Contradiction with every fault.
 
-        machine: the hardware.machines.Machine that will run it; None: unknown. versions: None: those installed here.
+        machine: the common.machines.Machine that will run it; None: unknown. versions: None: those installed here.
         training: False does not require what only training needs (train_iters, a learning rate). also: finds further faults in the sections,
         with their defaults filled in; they are raised together with the others.
         """
