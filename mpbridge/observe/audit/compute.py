@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mpbridge.backend.megatron.inside_model import multiplies_routers
 from mpbridge.common.formats import DType
 from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.observation.modules import is_attention, is_library, is_norm, is_rotary, is_router
@@ -182,6 +181,8 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
 def _unproved(engine: Any, promises: Promises, watch: Watch) -> dict[str, list[str]]:
     """Modules that returned something though none of their operations was seen; excludes modules that call another library, and foreign models."""
     seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "softmax", "router", "norms")}
+    from mpbridge.backend.megatron.inside_model import multiplies_routers  # loads megatron-core
+
     by_library = any(map(is_library, watch._paths)) and multiplies_routers(engine.configs.model)
     for path, module in {} if promises.foreign else watch.ran.items():
         if is_library(module) or (by_library and is_router(module)):

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpbridge.backend.megatron.inside_model import multiplies_routers
 from mpbridge.numerics.observation.modules import is_library, is_norm
 from mpbridge.observe.audit.findings import Finding, judged, offenders
 from mpbridge.observe.audit.gradients import data_parallel, is_alone
@@ -182,6 +181,12 @@ def _library(engine: Any) -> bool:
     return any(home.startswith("transformer_engine") for home in homes)
 
 
+def _routers_there(engine: Any) -> bool:
+    from mpbridge.backend.megatron.inside_model import multiplies_routers
+
+    return _library(engine) and multiplies_routers(engine.configs.model)
+
+
 def _fused_accumulation(engine: Any) -> bool:
     return bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
 
@@ -215,7 +220,7 @@ _TE = "Transformer Engine computes it in its own library, bypassing torch's disp
 
 UNSEEN: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((subject, _library, _TE) for subject in ("compute", "attention", "softmax", "norms", "quantized GEMMs")),
-    ("router", lambda engine: _library(engine) and multiplies_routers(engine.configs.model), _TE),
+    ("router", _routers_there, _TE),
     ("norms", lambda engine: any(is_norm(m) and is_library(m) for c in engine.model for m in c.modules()), "Apex's norm is one kernel"),
     ("gradients", _beside_kernels, "kernels of linears bypass torch's dispatcher, and other ranks add to what autograd delivers"),
     ("loss", _fused_loss, "a fused cross entropy is one kernel"),
