@@ -190,7 +190,7 @@ def _sequences(cu_seqlens: torch.Tensor) -> Iterator[tuple[int, int]]:
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
     """[tokens, heads, size] as [batch, length, heads, size], zero beyond each sequence."""
     out = torch.zeros(b, max_seq_len, *tensor.shape[1:], dtype=tensor.dtype)
-    for row, (begin, end) in zip(out, _sequences(cu_seqlens), strict=False):
+    for row, (begin, end) in zip(out, _sequences(cu_seqlens), strict=True):
         row[: end - begin] = tensor.detach()[begin:end]
     return out
 
@@ -199,7 +199,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
     """The inverse of `convert_thd_to_bshd`: t tokens."""
     out = torch.zeros(t, *tensor.shape[2:], dtype=tensor.dtype)
-    for row, (begin, end) in zip(tensor.detach(), _sequences(cu_seqlens), strict=False):
+    for row, (begin, end) in zip(tensor.detach(), _sequences(cu_seqlens), strict=True):
         out[begin:end] = row[: end - begin]
     return out
 

@@ -162,8 +162,9 @@ class _HelperFinder:
     """Finds megatron-core's compiled index helper in an installed megatron-core if the imported tree has not built its own."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        built = any(list(Path(place).glob("helpers_cpp*.so")) for place in path or ())
-        if name != "megatron.core.datasets.helpers_cpp" or built:
+        if name != "megatron.core.datasets.helpers_cpp":  # asked for every import: no folder is looked into before
+            return None
+        if any(list(Path(place).glob("helpers_cpp*.so")) for place in path or ()):
             return None
         for place in sys.path:
             for found in sorted(Path(place or ".").glob("megatron/core/datasets/helpers_cpp*.so")):

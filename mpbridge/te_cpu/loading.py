@@ -83,7 +83,7 @@ class _Metadata:
 def loaded(package: Package) -> Iterator[types.ModuleType]:
     """Transformer Engine's package, importable in the block; afterwards `sys.modules` and `sys.path` are as they were."""
     kernels = sys.modules.get(NAME)
-    if (kernels is not None or _PACKAGE in sys.modules) and not getattr(kernels, "mpbridge", False):
+    if (kernels is not None or sys.modules.get(_PACKAGE) is not None) and not getattr(kernels, "mpbridge", False):
         raise Refused(
             "Transformer Engine is already imported: enter mpbridge.transformer_engine_on_cpu() before anything imports transformer_engine or megatron"
         )

@@ -162,7 +162,7 @@ def _per_tensor(quantizer: Any, shape: Shape, device: torch.device) -> dict[str,
     return {
         "data": _bytes(shape, device) if row else None,
         "data_transpose": _bytes(_turned(shape), device) if column else None,
-        "fp8_scale_inv": torch.ones(1, device=device),
+        "fp8_scale_inv": torch.ones(1, dtype=torch.float32, device=device),
         "fp8_dtype": quantizer.dtype,
     }
 
@@ -176,7 +176,7 @@ def _in_blocks(quantizer: Any, shape: Shape, device: torch.device) -> dict[str, 
         values[f"{name}_data"] = _bytes(data, device) if used else None
         values[f"{name}_scale_inv"] = torch.zeros(scales, dtype=kept, device=device) if used else None
         if kind == "nvfp4":
-            values[f"amax_{name}"] = torch.zeros(amaxes, device=device) if used else None
+            values[f"amax_{name}"] = torch.zeros(amaxes, dtype=torch.float32, device=device) if used else None
     if kind == "block":
         values["is_2D_scaled"] = quantizer.block_scaling_dim == 2
         if "data_format" in _classes(kind)[3]:

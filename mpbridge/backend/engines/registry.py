@@ -27,8 +27,8 @@ def build_engine(run: Run) -> Engine:
 
     Requires an active device layer (`mpbridge.backend.devices.device_layer`) and an initialised process group (`parallel.start_process_group`).
     """
-    kind = engine_class(run.facts.engine)
     try:
+        kind = engine_class(run.facts.engine)
         emulation = _linears_for(run)
         return kind.build(run) if emulation is None else _built_around(kind, run, emulation)
     except Exception as fault:

@@ -81,7 +81,14 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: Any, **named: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
     ) -> torch.Tensor:
         """[sequence, batch, heads x width] from query, key and value of [sequence, batch, heads, width]; the mask is always causal, and a given one is ignored."""
         shared = query.shape[2] // key.shape[2]
