@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,10 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = types.MappingProxyType
     {
         "bool": (lambda v: isinstance(v, bool), "true or false"),
         "int": (lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number"),
-        "float": (lambda v: isinstance(v, (int, float)) and not isinstance(v, bool), "a finite number"),
+        "float": (
+            lambda v: isinstance(v, float) or (type(v) is int and abs(v) <= sys.float_info.max),
+            "a finite number",
+        ),
         "str": (lambda v: isinstance(v, str), "text"),
         "tuple[str, ...]": (lambda v: isinstance(v, (tuple, list)) and _texts(v), "a list of globs"),
         "Mapping[str, Any]": (lambda v: isinstance(v, Mapping) and _texts(v), "a mapping from glob (text) to rule"),

@@ -16,6 +16,8 @@ MOST_BRACKETS = 50
 """That are open at once: PyYAML's time grows with the square of it."""
 MOST_WRITTEN = 20_000
 """Keys and values in a file as it is written; PyYAML reads some 50,000 a second."""
+MOST_BITS = 8192
+"""Of a whole number, below the 4,300 digits that Python prints: one in hexadecimal may have any length."""
 MOST_VALUES = 100_000
 """Keys and values with every alias written out: a few lines of aliases to aliases stand for billions."""
 
@@ -37,6 +39,14 @@ def bounded_loader() -> Any:
         def get_single_node(self) -> Any:
             return _of_bounded_size(super().get_single_node())
 
+        def construct_yaml_int(self, node: Any) -> int:
+            found: int = super().construct_yaml_int(node)
+            if found.bit_length() > MOST_BITS:
+                text = f"a whole number of more than {MOST_BITS:,} bits"
+                raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+            return found
+
+    Bounded.add_constructor("tag:yaml.org,2002:int", Bounded.construct_yaml_int)
     return Bounded
 
 

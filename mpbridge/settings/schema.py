@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -148,7 +149,7 @@ def _as(name: str, setting: Setting, value: Any) -> tuple[bool, Any]:
             whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
             return whole or (number and isinstance(value, int)), int(value) if whole else value
         case "float":
-            finite = number and math.isfinite(value)
+            finite = number and -sys.float_info.max <= value <= sys.float_info.max
             return finite, float(value) if finite else value
         case "object":
             return value is not None and not listed and not isinstance(value, (str, int, float, dict)), value

@@ -12,6 +12,7 @@ from mpbridge.common.errors import CheckpointError, DataError, brief, cut
 from mpbridge.common.files import LIMITS, Limit, regular, text_of
 from mpbridge.common.safe_unpickler import LEGACY_MAGIC, Budget, Name, UnpickledCall, any_call, read
 from mpbridge.precision.megatron_spec.versions import COMMON_OBJECTS
+from mpbridge.precision.yaml_loader import MOST_BITS
 
 METADATA = ".metadata"
 """torch's table of a checkpoint: file, first byte and bytes of each tensor and object."""
@@ -134,10 +135,12 @@ def _plain(state: Mapping[Any, Any]) -> dict[str, Any]:
         if isinstance(value, UnpickledCall):  # of an enum: its value
             first = value.args[0] if len(value.args) == 1 else None
             if value.name.module != "torch" and isinstance(first, (str, int, float)):
-                return first
+                return plain(first, depth + 1)
             value = value.name
         if isinstance(value, Name):
             return f"{cut(value.module)}.{cut(value.name)}"
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise DataError(f"its arguments have a whole number of more than {MOST_BITS:,} bits")
         if isinstance(value, (list, tuple)):
             return [plain(item, depth + 1) for item in value]
         return value if isinstance(value, (type(None), bool, int, float, str)) else str(type(value).__name__)

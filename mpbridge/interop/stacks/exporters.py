@@ -47,11 +47,11 @@ def export(
     """
     module = stack_module(stack)
     words, assumed = version_for(module, version, doing="written")
-    own = describe(recipe).engine if isinstance(recipe, str) else None
     others: tuple[Line, ...] = ()
     if run is None:
-        config, kind = get_mixed_precision_config(recipe), engine or own or DEFAULT
-        policy = resolve(config)
+        config = get_mixed_precision_config(recipe)  # whose faults name the file
+        own = describe(recipe).engine if isinstance(recipe, str) else None
+        policy, kind = resolve(config), engine or own or DEFAULT
     else:
         named = [one for one in run.stages if isinstance(recipe, str) and one.recipe == key(recipe)]
         stage = (named or run.stages)[0]

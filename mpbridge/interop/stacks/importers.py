@@ -19,7 +19,7 @@ from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read
 from mpbridge.interop.stacks.reading import KINDS, PRECISION
 from mpbridge.interop.stacks.recognized import LM, TITLES, Recognized, deepspeed_file, recognize_words, value_of
 from mpbridge.interop.stacks.sharded_torch import has_comment, read_comment
-from mpbridge.precision.yaml_loader import bounded_loader, said
+from mpbridge.precision.yaml_loader import MOST_BITS, bounded_loader, said
 
 LONGEST = 2000
 """Maximum length of one line about a file, regardless of its contents."""
@@ -193,6 +193,10 @@ def read_data_of(stack: str, data: Any, *, version: str | None = None, env: Mapp
     return _finished(dataclasses.replace(found, assumed=(*nothing, *found.assumed)), version, env)
 
 
+_LONG = re.compile(rf"\b0[xob]\w{{{MOST_BITS // 4}}}")
+"""A whole number in TOML that no message can show; tomllib reads decimal ones up to 4,300 digits."""
+
+
 def load(text: str, name: str) -> Any:
     """Plain data of a YAML, JSON or TOML text. Raises DataError."""
     import tomllib
@@ -202,6 +206,8 @@ def load(text: str, name: str) -> Any:
     where = name or "the file"
     if len(text) > MOST_READ:
         raise DataError(f"{where}: {len(text):,} characters, expected at most {MOST_READ:,} in a configuration")
+    if name.endswith(".toml") and _LONG.search(text):
+        raise DataError(f"{where}: cannot be read: a whole number of more than {MOST_BITS:,} bits")
     try:
         if name.endswith(".json") and "\t" in text:  # which JSON allows, and YAML does not
             text = text.replace("\t", " ")

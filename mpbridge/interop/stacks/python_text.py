@@ -26,6 +26,7 @@ from mpbridge.interop.stacks.python_values import (
     is_known,
     short,
 )  # fmt: skip
+from mpbridge.precision.yaml_loader import MOST_BITS
 
 DEEPEST = 12
 """Maximum depth of nested calls."""
@@ -198,6 +199,8 @@ class Reading:
         if self._steps > MOST_STEPS:
             raise DataError(f"{module.name}: more than {MOST_STEPS} expressions, too many for a configuration")
         match node:
+            case ast.Constant(value=int(number)) if number.bit_length() > MOST_BITS:
+                raise DataError(f"{module.name}: a whole number of more than {MOST_BITS:,} bits")
             case ast.Constant():
                 return node.value
             case ast.Name():

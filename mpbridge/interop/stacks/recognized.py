@@ -93,10 +93,12 @@ def deepspeed_file(words: Sequence[str]) -> str | None:
 
 def value_of(words: Sequence[str], option: str) -> str | None:
     """The value of an option, in the word behind it or attached to it; None if it is not given, or has none."""
-    split = (word.partition("=") for word in words)
-    given = dict(pairwise([part for name, equals, value in split for part in ((name, value) if equals else (name,))]))
-    value = given.get(option) or "--"
-    return None if value.startswith("--") else value
+    found = ""  # the last one counts, as for argparse
+    for word, after in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if name == option:
+            found = value if equals else after
+    return None if not found or found.startswith("--") else found
 
 
 def _is_setting(word: str) -> bool:

@@ -269,7 +269,7 @@ def read_comment(text: str, *, name: str, stack: str | None) -> Imported:
         known.cannot(f"{meaning.note}: no setting of a recipe", meaning.note)
         fields = fields_of(meaning, known)
         rows(meaning)  # raises for values that are of no use
-    except (MpbridgeError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    except (MpbridgeError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
         written = f"the comment `mpbridge export --to {comment[1]}` in line {at}"
         raise DataError(f"{name}: {written} cannot be read: {cut(error)}") from None
     changed = f"the {many} lines below line {at} were changed since `mpbridge export` wrote them, and are not read: export again"
@@ -289,8 +289,8 @@ def _commented_meaning(data: dict[str, Any]) -> Meaning:
         raise BadValue(f"unknown: {', '.join(sorted(strange))}")
     said: dict[str, Any] = {name: dtype(value) if name in _DTYPES else value for name, value in data.items()}
     made = None if quant is None else Quant(**{name: _tuples(value) for name, value in quant.items()})
-    numbers: dict[str, Any] = {name: float(value) for name, value in scale.items()} if scale else {}
-    numbers |= {"hysteresis": int(numbers["hysteresis"])} if "hysteresis" in numbers else {}
+    kinds = {"hysteresis": int}
+    numbers: dict[str, Any] = {name: kinds.get(name, float)(value) for name, value in scale.items()} if scale else {}
     meaning = Meaning(**said, loss_scale=LossScale(**numbers) if scale else None)
     return with_quant(meaning, made, (int(ends[0]), int(ends[1])) if ends else None)
 

@@ -240,7 +240,9 @@ def _covers_gate(said: Mapping[str, Any]) -> bool:
         words = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
         return any(one in f"layers.0.moe.{GATE}" for one in words)
 
-    return named(covered) if covered else not named(left)
+    # of a list whose names only running would tell, `left` alone says something
+    told = any(isinstance(one, str) for one in covered) if isinstance(covered, list) else covered
+    return named(covered) if told else not named(left)
 
 
 def _filters(word: str, said: Mapping[str, Any], read: Reader) -> None:

@@ -6,7 +6,7 @@ ConfigFields reads one config.json: fields are read by name and type, faults are
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -163,7 +163,7 @@ class ConfigFields:
         value = self.raw(name)
         if value is None:
             return float(self.defaults.get(name, default))
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= sys.float_info.max:
             self._odd(name, value, f"a number from {least:g}")
             return default
         return float(value)

@@ -95,7 +95,7 @@ def _hybrid(fields: ConfigFields, family: Family) -> dict[str, Any]:
     if "num_attention_heads" not in out:
         # no layer has attention, but megatron-core's config has heads
         out |= {"num_attention_heads": heads, "kv_channels": width, "max_sequence_length": SEQUENCE}
-        if not isinstance(expand, int) or out["hidden_size"] * expand != heads * width:
+        if not isinstance(expand, (int, float)) or out["hidden_size"] * expand != heads * width:
             fields.fault(f"hidden_size times expand={say(expand)} is not {heads} heads of {width} channels")
     else:
         fields.must("attention_head_dim", (out["kv_channels"],), "head_dim's older name")
