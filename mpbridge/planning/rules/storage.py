@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.planning.memory.buckets import ALIGN
@@ -56,8 +57,11 @@ def _misplaced(case: Case) -> str:
     """Parameters before others whose sizes are no multiple of the buffer's alignment: what follows one is gathered into the wrong place."""
     if not (case.core and case.native and case.policy.reuse_grad_buffer):
         return ""
-    first = Coordinates.of(0, case.run.parallel)
-    trained = [one for chunk in parameters(case.run, first) for one in chunk if not is_frozen(case.policy, one.name)]
+    try:
+        chunks = parameters(case.run, Coordinates.of(0, case.run.parallel))
+    except BadValue:  # layers-do-not-divide says it
+        return ""
+    trained = [one for chunk in chunks for one in chunk if not is_frozen(case.policy, one.name)]
     found = list(dict.fromkeys(one.weight.path for one in trained if one.weight.elements % ALIGN))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     beside = f"{more} beside stored weights that are gathered through the gradient buffer"
