@@ -253,8 +253,13 @@ def follow_main_weights(chunks: list[Any], optimizer: Any) -> None:
         copy = getattr(part, "_copy_main_params_to_model_params", None)
         if copy is not None:
             copy()
-    for chunk in chunks:
-        if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
+    configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
+    through = ("reuse_grad_buf_for_mxfp8_param_ag", "overlap_param_gather")
+    if all(getattr(config, name, False) for config in configs for name in through):
+        refresh_mxfp8(chunks, optimizer)  # a forced gather would leave weights where the next gradients are added up
+        return
+    for chunk, config in zip(chunks, configs, strict=True):
+        if getattr(config, "use_distributed_optimizer", False):
             gather_now([chunk])
 
 
