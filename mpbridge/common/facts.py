@@ -113,9 +113,8 @@ class ModelShape:
     lora_targets: tuple[str, ...] = ()
     """Globs over the linears, below their layer, that have one."""
 
-    __hash__ = (
-        object.__hash__
-    )  # a cache's key is this very shape, since its mappings have no hash; in a set equal ones would differ
+    # a cache's key is this very shape, since its mappings have no hash; in a set equal ones would differ
+    __hash__ = object.__hash__
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "experts", "mtp_layers"):

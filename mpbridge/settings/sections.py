@@ -234,8 +234,6 @@ class Range:
 
 POSITIVE, COUNT, SIZE = Range(above=0), Range(least=0), Range(least=1)
 SHARE, FRACTION = Range(least=0, most=1), Range(least=0, below=1)
-LAYERS = Range(least=1, most=100_000)
-"""Far above any model: layers are listed one by one."""
 RATE = Range(least=0, below=1000)
 """A learning rate: far above any useful one."""
 
@@ -244,7 +242,7 @@ _BOUNDS: dict[Range, dict[str, str]] = {
     SIZE: {
         "parallel": _PARALLEL,
         "model": f"{_PARALLEL} "
-        "hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels "
+        "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels "
         "num_moe_experts moe_ffn_hidden_size moe_router_topk moe_shared_expert_intermediate_size "
         "vocab_size max_sequence_length moe_latent_size moe_router_num_groups moe_router_group_topk "
         "moe_router_topk_limited_devices q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
@@ -255,7 +253,6 @@ _BOUNDS: dict[Range, dict[str, str]] = {
         "checkpoint": "save_interval keep_last keep_every",
         "ddp": "num_distributed_optimizer_instances bucket_size",
     },
-    LAYERS: {"model": "num_layers"},
     POSITIVE: {
         "model": "layernorm_epsilon init_method_std embedding_init_method_std rotary_scaling_factor rotary_base "
         "yarn_beta_fast yarn_beta_slow",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.facts import PARTS, SIZES, ModelShape, Parallel
+from mpbridge.common.facts import MOST, PARTS, SIZES, ModelShape, Parallel
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.settings.huggingface.written import mixtures
 from mpbridge.settings.sections import GPT, LORA, LORA_TARGETS, YARN
@@ -152,7 +152,8 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
     """The shape of a model section with its defaults filled in, in which `shape_faults` found nothing."""
     layers, hidden, heads = (model[name] for name in _REQUIRED)
     ffn, experts, pattern = model["ffn_hidden_size"] or 4 * hidden, model["num_moe_experts"], pattern_of(model)
-    placed = [symbol == "E" for symbol in pattern] or (mixtures(model["moe_layer_freq"], layers) if experts else ())
+    listed = min(layers, MOST + 1)  # ModelShape refuses more, and a list of them might not fit
+    placed = [symbol == "E" for symbol in pattern] or (mixtures(model["moe_layer_freq"], listed) if experts else ())
     latent_size = {"moe_latent_size": model["moe_latent_size"]} if model.get("moe_latent_size") else {}
     return ModelShape(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=ffn, num_query_groups=model["num_query_groups"] or heads,
