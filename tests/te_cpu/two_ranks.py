@@ -44,8 +44,8 @@ RUNS = {
     "nvfp4": (NVFP4,),
     "nvfp4, tensor parallel": (NVFP4, *TENSOR),
     "nvfp4, experts": (NVFP4, *EXPERT),
-    "precision-aware, FP8 moments": (
-        "bf16_mixed", "optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=fp8",
+    "precision-aware, FP8 moments": (  # most second moments are flushed to zero: at gpt_tiny's rate weights move too far
+        "bf16_mixed", "optimizer.lr=1e-4", "optimizer.min_lr=0", "optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=fp8",
     ),
 }  # fmt: skip
 """Name -> recipe and overrides."""
