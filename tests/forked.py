@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+from mpbridge.common.probe import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,10 +108,8 @@ def ranks(
 
     What forks cannot show, tests/training/test_torchrun.py does: ranks that order their sets differently (forks share a hash seed) and how an interpreter ends.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), **meet}
     job = dict(os.environ if environment is None else environment) | job
     made: list[Forked] = []
     try:

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import random
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpbridge.common.facts import Versions
@@ -86,6 +88,19 @@ def gpus() -> tuple[Machine, ...]:
 def environment() -> dict[str, str]:
     """Those of the `WATCHED` variables that are set."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
+
+
+def free_port() -> int:
+    """A port for the ranks of a world to meet at. Not one that the kernel gives out: until rank 0 listens, any connection of the machine can take such a one."""
+    low, high = 32768, 60999  # Linux's default
+    with suppress(OSError):
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split())
+    others = [*range(10_000, low), *range(high + 1, 1 << 16)] or range(10_000, 1 << 16)
+    for port in random.SystemRandom().sample(others, min(100, len(others))):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError("none of 100 ports that were tried is free: set MASTER_PORT")
 
 
 def _gpu(product: str, mebibytes: str, capability: str) -> Machine:

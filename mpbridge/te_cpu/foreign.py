@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import json
 import os
-import socket
 import sys
 import textwrap
 import types
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import Refused
+from mpbridge.common.probe import free_port
 from mpbridge.common.upstream import replaced
 from mpbridge.te_cpu.loading import restored
 from mpbridge.te_cpu.module import APEX, make_apex
@@ -208,9 +208,7 @@ def _world_of_one(own_port: bool) -> dict[str, str]:
     made = {name: value for name, value in ours.items() if name not in os.environ}
     # one of several ranks keeps the port, since its parent set it deliberately
     if "MASTER_PORT" not in os.environ or (own_port and inherited and os.environ.get("WORLD_SIZE", "1") == "1"):
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            made["MASTER_PORT"] = str(probe.getsockname()[1])
+        made["MASTER_PORT"] = str(free_port())
         made[_MADE_UP] = f"{os.getpid()}:{made['MASTER_PORT']}"
     return made
 

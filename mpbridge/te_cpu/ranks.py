@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpbridge.common.probe import free_port
 from mpbridge.te_cpu.rank_server import PATIENCE, POLL
 
 WORST = ("failed", "passed", "skipped")
@@ -206,10 +206,7 @@ class Ranks:
         self._worlds += 1
         folder = Path(self._folder.name, str(self._worlds))
         folder.mkdir()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        world = {"arguments": arguments, "done": done, "folder": str(folder), "port": port}
+        world = {"arguments": arguments, "done": done, "folder": str(folder), "port": free_port()}
         assert self._server.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._server.stdin.write(json.dumps(world) + "\n")

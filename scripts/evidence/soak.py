@@ -17,7 +17,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.common.probe import free_port
 from mpbridge.planning.rules.table import rules
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.base import Hook
@@ -169,9 +169,7 @@ def rank_main(rank: int, port: int, folder: Path, out: Path, plan: dict[str, Any
 
 def job(folder: Path, out: Path, plan: dict[str, Any], limit: float) -> list[int]:
     """Exit codes of the processes of one attempt; processes that hang are killed when the others have ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=rank_main, args=(rank, port, folder, out.with_suffix(f".{rank}"), plan))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -219,3 +220,15 @@ def test_an_option_of_a_recipe_needs_the_release_that_brought_it(installed: str,
     said = f"four_over_six of NVFP4 needs Transformer Engine 2.17 or later, found {installed}"
     assert answer.native is native
     assert native or said in answer.reason
+
+
+@pytest.mark.parametrize(("given", "below"), [("20000 60999", True), ("1024 65535", False), (None, True)])
+def test_a_port_to_meet_at_is_none_that_the_kernel_gives_out_while_others_are_left(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, below: bool
+) -> None:
+    if given is not None:
+        monkeypatch.setattr(probe.Path, "read_text", lambda *a, **k: given)
+    ports = {probe.free_port() for _ in range(50)}
+    assert len(ports) > 25, "not one after the other"
+    low, high = map(int, (given or Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()).split())
+    assert below == all(not low <= port <= high for port in ports)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,14 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from mpbridge.common.probe import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--config", "gpt_tiny", "model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.num_attention_heads=2", "data.seq_length=32", "train.eval_interval=null", "train.log_interval=1", "scheduler.lr_decay_iters=1000", "ddp.use_distributed_optimizer=true"]  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as box:
-        box.bind(("127.0.0.1", 0))
-        return int(box.getsockname()[1])
 
 
 def agents(folder: Path, *settings: str) -> list[subprocess.Popen[bytes]]:

@@ -14,7 +14,6 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -185,10 +184,14 @@ def edited(checkout: Path) -> str:
 
 def ranks(command: list[str], world: int, folder: Path) -> str:
     """The output of rank 0 of `world` processes, after all have ended. Raises SystemExit with the output of a process that fails."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    from mpbridge.common.probe import free_port
+
+    common = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
     common |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     started = [
         subprocess.Popen(
