@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from mpbridge.settings.huggingface.served import group_of
+from mpbridge.settings.huggingface.served import UNREAD, group_of
 
 ENGINES = ("vllm", "sglang", "trtllm")
 MOST = 2_000_000
@@ -139,9 +139,10 @@ def _by_engine(
             yield name, f"{engine} refuses it: {some} of it is listed, the rest is not"
             continue
         entry = next((entry for entry in names if matcher(entry, name)), None)
-        kept = hits[0] or entry is not None
+        always = name.endswith(UNREAD)
+        kept = hits[0] or entry is not None or always
         if kept and modules[parts[0]]:
-            by = f" (by the entry {entry!r})" if entry is not None else ""
+            by = f" (by the entry {entry!r})" if entry is not None else " (whatever the list says)" if always else ""
             yield name, f"is stored quantized, and {engine} keeps it in high precision{by}"
         elif not kept and not modules[parts[0]]:
             yield name, f"is stored in high precision, and {engine} finds no entry for it"

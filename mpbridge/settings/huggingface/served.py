@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.memory.layers import te_layers
+from mpbridge.precision.globs import MTP_PROJECTION
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.settings.huggingface.tensors import Mapped, mapped
@@ -17,6 +18,8 @@ from mpbridge.settings.huggingface.written import family_for
 
 Layout = Literal["tensor", "channel", "blocks", "lines"]
 """Extent of a weight_scale: the tensor; an output row; 128 x 128 elements; a piece of a row."""
+FP8 = "F8_E4M3"
+"""Codes of eight bits, in safetensors' spelling."""
 METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp8")
 """quant_method in config.json, which is also what vLLM and SGLang take as --quantization."""
 
@@ -74,7 +77,7 @@ class ServedFormat:
         tall = -(-rows // 128) if self.layout == "blocks" else rows
         wide = -(-columns // self.along) if self.along else 1
         scale = {0: (), 1: (tall,), 2: (tall, wide), 4: (tall, 1, wide, 1)}[self.scale_axes]
-        codes = ("U8", (rows, columns // 2)) if packed else ("F8_E4M3", (rows, columns))
+        codes = ("U8", (rows, columns // 2)) if packed else (FP8, (rows, columns))
         found = {self.codes: codes, self.scale: (self.scale_dtype, scale)}
         return found | ({self.second: ("F32", (1,) if self.divides else ())} if packed else {})
 
@@ -172,6 +175,11 @@ FUSED: tuple[tuple[str, ...], ...] = (
 """Linears of a folder that engines compute as one, with one scheme and one second-level scale."""
 
 
+UNREAD = f".{MTP_PROJECTION}"
+"""The end of linears that engines compute in high precision whatever a list says: an nn.Linear (vLLM 0.33 models/deepseek_mtp.py, SGLang 0.5.23 models/deepseek_nextn.py), or always
+excluded (TensorRT-LLM at 008e0af, _torch/model_config.py)."""
+
+
 def group_of(module: str) -> str:
     """The name under which an engine fuses `module`: that of the first linear of its group, or its own."""
     stem, _, last = module.rpartition(".")
@@ -186,6 +194,11 @@ class Cast:
 
     one: Mapped
     quant: Quant | None
+
+    @property
+    def served(self) -> Quant | None:
+        """The rule of what a folder stores: `UNREAD` linears are in high precision there."""
+        return None if self.one.name.endswith(f"{UNREAD}.weight") else self.quant
 
 
 def casts(policy: PrecisionPolicy, facts: RunFacts, wanted: Sequence[Mapped]) -> list[Cast]:
@@ -219,7 +232,7 @@ def chosen(method: str, found: Sequence[Cast], facts: RunFacts) -> ServedFormat:
 
 
 def _scalings(found: Sequence[Cast]) -> set[str]:
-    return {cast.quant.scaling for cast in found if cast.quant is not None}
+    return {cast.served.scaling for cast in found if cast.served is not None}
 
 
 def fitting(found: Sequence[Cast], facts: RunFacts) -> list[ServedFormat]:
@@ -256,7 +269,7 @@ def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]
 
 def misfits(row: ServedFormat, found: Sequence[Cast], facts: RunFacts) -> Iterator[str]:
     """Every reason why `row` cannot hold the weights of that run, each once."""
-    quantized = [(cast.one, cast.quant) for cast in found if cast.quant is not None]
+    quantized = [(cast.one, cast.served) for cast in found if cast.served is not None]
     yield from dict.fromkeys(reason for one, quant in quantized for reason in _misfits(row, one, quant, facts))
     yield from _apart(row, found)
 
@@ -280,17 +293,17 @@ def _misfits(row: ServedFormat, one: Mapped, quant: Quant, facts: RunFacts) -> I
         yield f"{each} second-level scale, and the format one per tensor"
     elif split > 1 and one.split == "row" and (quant.row.per_tensor or row.layout == "channel"):
         yield f"{each} scales for its columns, and the format one per row"
+    columns = one.shape[1] // split
+    if split > 1 and one.split == "row" and row.along and columns % row.along:
+        yield f"{below}: blocks of {row.along} columns end at ranks of {columns} columns"
     if row.layout != "blocks":
         return
     rows = one.shape[0] // (split if one.split == "column" else 1)
-    columns = one.shape[1] // (split if one.split == "row" else 1)
     whole = rows if split > 1 and one.split == "column" else 0
     edge = {"whole": whole, "stacked": rows // 2, "qkv": facts.shape.kv_channels}[one.layout]
     if edge % 128:
         what = {"qkv": f"query, key and value at heads of {edge} rows", "stacked": f"gate and up at {edge} rows"}
         yield f"{below}: blocks of 128 rows span {what.get(one.layout, f'ranks at {edge} rows')}"
-    if split > 1 and one.split == "row" and columns % 128:
-        yield f"{below}: blocks of 128 columns end at ranks of {columns} columns"
 
 
 def _apart(row: ServedFormat, found: Sequence[Cast]) -> Iterator[str]:

@@ -37,7 +37,7 @@ from mpbridge.settings.huggingface.served import (
     ranks,
 )
 from mpbridge.settings.huggingface.tensors import Mapped
-from mpbridge.training.checkpoint.store import audit_of, step_of
+from mpbridge.training.checkpoint.store import audit_of, step_of, write_whole
 from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
 from mpbridge.training.checkpoint.verdict import read_fingerprint
 from mpbridge.training.serving.files import apart, joined
@@ -124,7 +124,8 @@ class ServedWeights:
 
     def __init__(self, training: TrainedWith, row: ServedFormat | None) -> None:
         self.training, self.facts, self.format = training, training.run.facts, row
-        self.rules: Mapping[str, Quant] = {cast.one.name: cast.quant for cast in training.found if cast.quant}
+        own = {cast.one.name: cast.quant if row is None else cast.served for cast in training.found}
+        self.rules: Mapping[str, Quant] = {name: quant for name, quant in own.items() if quant is not None}
 
     @property
     def row(self) -> ServedFormat:
@@ -135,6 +136,17 @@ class ServedWeights:
     def covers(self, one: Mapped) -> bool:
         """Whether that parameter is quantized."""
         return one.name in self.rules
+
+    @property
+    def notes(self) -> list[str]:
+        """Linears that training quantizes and no engine reads so."""
+        left = (cast for cast in self.training.found if cast.quant and cast.one.name not in self.rules)
+        said = "in high precision, as engines compute it"
+        return [
+            f"{one.one.parts[0][0].removesuffix('.weight')}: trained in {one.quant.row.words}, served {said}"
+            for one in left
+            if one.quant
+        ]
 
     def from_main(self, one: Mapped) -> bool:
         """Whether training casts from FP32 main weights, not from the parameter: weights that are stored in the low format and trained."""
@@ -179,7 +191,9 @@ class ServedWeights:
             if row.second:
                 piece = part.piece
                 assert piece.amax is not None
-                second = piece.divisor.clone() if row.divides else (piece.amax / piece.reach).reshape(())
+                # of a weight of zeros 1, as the divisor is: a scale of 0 is not one
+                multiplier = torch.where(piece.amax > 0, piece.amax / piece.reach, 1.0)
+                second = piece.divisor.clone() if row.divides else multiplier.reshape(())
                 found[f"{module}.{row.second}"] = second
         return found
 
@@ -200,6 +214,7 @@ class Served(ServedWeights):
         super().__init__(training, chosen(method, training.found, run.facts))
         self.path = path
         self._tensors: Mapping[str, Mapping[str, Any]] = {}
+        self._merge: Any = None
 
     @property
     def identity(self) -> object:
@@ -223,23 +238,23 @@ class Served(ServedWeights):
         ]
         if self.training.given:
             made.append(f"this is not what the run computed with: its own recipe is {self.training.run.recipe}")
-        return [*made, f"activations in the engine: {self.row.activations}"]
+        return [*made, *super().notes, f"activations in the engine: {self.row.activations}"]
 
     @property
     def kept(self) -> list[str]:
         """Full names of the modules in high precision that engines would otherwise quantize."""
         found = {name for name, facts in self._tensors.items() if is_module(name) and len(facts["shape"]) == 2}
-        low = {part for cast in self.training.found if cast.quant for part, _ in cast.one.parts}
+        low = {part for cast in self.training.found if self.covers(cast.one) for part, _ in cast.one.parts}
         # a tied head has no tensor, and is a module nevertheless
         return full_names({name.removesuffix(".weight") for name in {*found, "lm_head.weight"} - low})
 
-    def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Writes the contract, and ModelOpt's own file; returns the quantization_config."""
-        self._tensors = facts
+    def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]], merge: Any) -> dict[str, Any]:
+        """Writes the contract, and ModelOpt's own file; returns the quantization_config. merge: `merge.Merge`, where adapters were added to the weights, or None."""
+        self._tensors, self._merge = facts, merge
         kept, quants = self.kept, list(dict.fromkeys(self.rules.values()))
-        (folder / FILE).write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
+        write_whole(folder / FILE, json.dumps(self.document(), indent=1) + "\n")
         if self.row.method == "modelopt":
-            (folder / LEGACY).write_text(json.dumps(legacy_config(self.row, kept), indent=2) + "\n", encoding="utf-8")
+            write_whole(folder / LEGACY, json.dumps(legacy_config(self.row, kept), indent=2) + "\n")
         return quantization_config(self.row, quants, kept, self.facts.environment)
 
     def document(self) -> dict[str, Any]:
@@ -247,12 +262,12 @@ class Served(ServedWeights):
         training = self.training
         modules: dict[str, Any] = {}
         for cast in training.found:
-            for name, _ in cast.one.parts if cast.quant is not None else ():
+            for name, _ in cast.one.parts if self.covers(cast.one) else ():
                 modules[name.removesuffix(".weight")] = self._module(cast, name.removesuffix(".weight"))
         run = read_fingerprint(self.path).as_data() if (self.path / FINGERPRINT).is_file() else None
         return {
             "schema": SCHEMA, "format": self.row.name, "recipe": training.recipe, "fingerprint": training.policy.fingerprint(), "step": step_of(self.path), "audit": audit_of(self.path), "run": run,
-            "requantized": training.given, "rules": f"Transformer Engine {'.'.join(map(str, training.release))}",
+            "requantized": training.given or self._merge is not None, "merged": None if self._merge is None else self._merge.facts(), "notes": super().notes, "rules": f"Transformer Engine {'.'.join(map(str, training.release))}",
             "activations": self.row.activations, "high_precision": self.kept, "modules": modules, "tensors": self._tensors,
         }  # fmt: skip
 
@@ -261,6 +276,8 @@ class Served(ServedWeights):
         split = ranks(cast.one, self.facts)
         found = {"parameter": cast.one.name, "rule": quant_text(cast.quant), "group": group_of(module)}
         found["source"] = "float32 main weight" if self.from_main(cast.one) else "parameter"
+        if self._merge is not None and self._merge.covers(cast.one):
+            found["source"] += " with adapter"
         return found | ({"ranks": split} if split > 1 else {})
 
 

@@ -199,6 +199,11 @@ def to_folder(
     """
     with opened(path, like=like, dtype=dtype, adapters=adapters) as export:
         export.casting = None if method is None else Served(path, export.run, export.wanted, method, recipe)
+        kind = "a symbolic link" if target.is_symlink() else "a mount point" if target.is_mount() else ""
+        if kind:
+            raise BadValue(
+                f"{target} is {kind}, which the finished folder cannot replace: expected a name that is not taken"
+            )
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise BadValue(f"{target} already exists: expected a new folder")
         partial = folder_inside(target.parent, f".{target.name}.partial")
@@ -243,9 +248,8 @@ def opened(
     if adapters and not rank:
         raise BadValue("--adapters: the checkpoint has none (model.lora_rank is not set)")
     origin = _origin(path)
-    model = dict(run.facts.model) | {name: run.inputs["model"][name] for name in ("vocab_size", "max_sequence_length")}
     with Contents(path) as contents, ExitStack() as stack:
-        export = Export(contents, run, _config(model, origin, like, contents, run), origin, dtype)
+        export = Export(contents, run, _config(origin, like, contents, run), origin, dtype)
         if adapters not in (None, "alone"):
             export.merge = stack.enter_context(Merge(path, export, how=str(adapters), like=like))
         yield export
@@ -260,9 +264,13 @@ def _origin(path: Path) -> dict[str, Any]:
     return found
 
 
-def _config(
-    model: Mapping[str, Any], origin: Mapping[str, Any], like: Path | None, contents: Contents, run: Run
-) -> dict[str, Any]:
+def model_of(run: Run) -> dict[str, Any]:
+    """The model section of a run with its defaults filled in, as config.json says it."""
+    return dict(run.facts.model) | {name: run.inputs["model"][name] for name in ("vocab_size", "max_sequence_length")}
+
+
+def _config(origin: Mapping[str, Any], like: Path | None, contents: Contents, run: Run) -> dict[str, Any]:
+    model = model_of(run)
     if like is not None:
         config = layout.read_config(like)
         family_of(config, str(like / layout.CONFIG))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.common.errors import BadValue, CheckpointError
+from mpbridge.common.errors import BadValue, CheckpointError, Refused
 from mpbridge.common.files import ProgressCallback
 from mpbridge.common.shipped import VERSION
 from mpbridge.settings.container import Run
@@ -24,8 +24,9 @@ from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
 from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
+from mpbridge.training.checkpoint.store import write_whole
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.serving.files import SPELLED, SPELLING, Shards, apart, planned
+from mpbridge.training.serving.files import SPELLED, SPELLING, Shards, apart, bad_values, planned
 
 MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
 """Prefixes of FP32 main weights in checkpoints, for all engines."""
@@ -54,21 +55,24 @@ class Given:
 
 
 def _write_config(
-    partial: Path, config: dict[str, Any], given: Given, like: Path | None, quantization: dict[str, Any] | None
+    partial: Path,
+    config: dict[str, Any],
+    given: Given,
+    like: Path | None,
+    quantization: dict[str, Any] | None,
+    plain: Mapping[str, int],
 ) -> None:
+    """plain: torch's name of a dtype -> elements of what is neither codes nor scales."""
     config = dict(config)
     if config.pop("quantization_config", None) is not None and quantization is None:
         given.notes.append("quantization_config is omitted from config.json: the weights are no longer FP8")
     if quantization is not None:
         config["quantization_config"] = quantization
-    plain = {name: count for name, count in given.dtypes.items() if name in ("float32", "bfloat16", "float16")}
-    if quantization is not None:
-        plain.pop("float32", None)  # that of scales
     largest = max(plain, key=lambda name: plain[name], default="bfloat16")
     for name in ("dtype", "torch_dtype"):
         if name in config:
             config[name] = largest
-    (partial / layout.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_whole(partial / layout.CONFIG, json.dumps(config, indent=2) + "\n")
     for name in BESIDE if like is not None else ():
         with suppress(FileNotFoundError):
             shutil.copyfile(like / name, partial / name)  # type: ignore[operator]
@@ -84,6 +88,8 @@ class Export:
         family = family_of(config)
         self.rows = rows = int(config["vocab_size"])
         self.casting: Served | None = None
+        self.unsound: list[str] = []
+        """What is written although it is not finite."""
         self.merge: Any = None
         """`merge.Merge`, where adapters are added to the weights of their base."""
         self.family, self.narrow = family, dict(origin.get("narrower") or {})
@@ -102,9 +108,13 @@ class Export:
         sizes = {one.name: dict(self._sizes(one)) for one in self.wanted}
         plan = planned((name, *size) for parts in sizes.values() for name, size in parts.items())
         given = Given(path=folder, family=self.family.name, left_out=self.shape.vocab_size - self.rows)
-        for held in plan.values():
-            kind = str(SPELLED[held.dtype]).removeprefix("torch.")
-            given.dtypes[kind] = given.dtypes.get(kind, 0) + math.prod(held.shape)
+        plain: dict[str, int] = {}
+        for one in self.wanted:
+            low = self.casting is not None and self.casting.covers(one)
+            for dtype, size in sizes[one.name].values():
+                kind = str(SPELLED[dtype]).removeprefix("torch.")
+                for counts in (given.dtypes,) if low else (given.dtypes, plain):
+                    counts[kind] = counts.get(kind, 0) + math.prod(size)
         given.tensors, given.elements = len(plan), sum(given.dtypes.values())
         with Shards(folder, plan, self.identity(plan), told) as shards:
             for one in self.wanted:
@@ -112,14 +122,15 @@ class Export:
                     for name, tensor in self._tensors(one):
                         shards.put(name, tensor)
             shards.index()
+            given.notes += self.unsound
             quantization = None
             if self.casting is not None:
-                quantization = self.casting.finish(folder, {name: shards.facts[name] for name in plan})
+                quantization = self.casting.finish(folder, {name: shards.facts[name] for name in plan}, self.merge)
                 given.notes += self.casting.notes
             if self.merge is not None:
                 given.merged = self.merge.facts()
                 given.notes += self.merge.notes
-            _write_config(folder, self.config, given, like, quantization)
+            _write_config(folder, self.config, given, like, quantization, plain)
         return given
 
     def _sizes(self, one: Mapped) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
@@ -132,13 +143,20 @@ class Export:
             yield name, (SPELLING[tensor.dtype], tuple(tensor.shape))
 
     def _tensors(self, one: Mapped) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.casting is not None and self.casting.covers(one):
-            parts = self.casting.parts(one, self.read(one, main=self.casting.from_main(one)))
+        """What a parameter becomes. Raises Refused for one to be quantized whose values are not finite: codes and scales stand for none of them."""
+        casting = self.casting if self.casting is not None and self.casting.covers(one) else None
+        whole = self.read(one, main=casting is not None and casting.from_main(one))
+        if bad := bad_values(whole):
+            if casting is not None:
+                raise Refused(f"{one.name} {bad}, expected finite ones: convert an earlier checkpoint")
+            self.unsound.append(f"{one.name} {bad}: the model computes with them")
+        if casting is not None:
+            parts = casting.parts(one, whole)
             if self.merge is not None:
                 self.merge.count(one, [part.values for part in parts.values()])
-            yield from self.casting.named(parts).items()
+            yield from casting.named(parts).items()
         else:
-            written = dict(self._plain(one, self.read(one)))
+            written = dict(self._plain(one, whole))
             if self.merge is not None:
                 self.merge.count(one, [written[name] for name, _ in one.parts])
             yield from written.items()

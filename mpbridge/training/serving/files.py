@@ -15,11 +15,12 @@ from typing import Any, Self
 
 import torch
 
-from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
+from mpbridge.common.errors import BadValue, CheckpointError, Contradiction, Refused
 from mpbridge.common.facts import ModelShape
 from mpbridge.common.files import Locked, ProgressCallback, lock, read_json
 from mpbridge.common.shipped import install
 from mpbridge.settings.huggingface.folder import BYTES, INDEX, SINGLE, FolderTensor, header
+from mpbridge.settings.huggingface.served import FORMATS, FP8
 from mpbridge.settings.huggingface.tensors import Mapped, PartLayout
 from mpbridge.training.checkpoint.store import write_whole
 
@@ -30,11 +31,10 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F16": torch.float16,
 }
 """dtype in safetensors' spelling -> torch's, for weights that need no conversion."""
-FP8 = "F8_E4M3"
 SPELLED: Mapping[str, torch.dtype] = {**DTYPES, "U8": torch.uint8, FP8: torch.float8_e4m3fn}
 """The same, of every tensor that is written."""
 SPELLING: Mapping[torch.dtype, str] = {dtype: name for name, dtype in SPELLED.items()}
-SCALE = "_scale_inv"
+SCALE = next(row.scale for row in FORMATS if row.method == "fp8").removeprefix("weight")
 """Suffix of an FP8 weight's name that gives the name of its block scales."""
 _NO_WEIGHTS = ("rotary_emb.inv_freq",)
 """Suffixes of buffers that old folders contain and every program recomputes."""
@@ -184,6 +184,12 @@ def facts_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(tensor.shape), "sha256": hashlib.sha256(_bytes(tensor)).hexdigest()}
 
 
+def bad_values(tensor: torch.Tensor) -> str:
+    """What makes codes or weights unusable; '' if nothing does."""
+    count = 0 if tensor.dtype is torch.uint8 else int((~tensor.float().isfinite()).sum())
+    return f"has {count:,} of {tensor.numel():,} values that are not finite" if count else ""
+
+
 def planned(sizes: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, FolderTensor]:
     """Tensor -> its place. sizes: (name, dtype in safetensors' spelling, shape) in the order of writing."""
     files: list[dict[str, FolderTensor]] = []
@@ -244,16 +250,23 @@ class Shards:
         if error is None:
             for name in (LOCK, JOURNAL):
                 (self.folder / name).unlink(missing_ok=True)
+        elif isinstance(error, Refused):  # as it will be again: nothing is kept to go on from
+            for entry in self.folder.iterdir():
+                entry.unlink()
 
     def wants(self, names: Iterable[str]) -> bool:
         """Whether one of the tensors has not been written."""
         return any(name not in self.facts for name in names)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes a tensor to its place, and completes its file with the last one. Raises OSError."""
+        """Writes a tensor to its place, and completes its file with the last one. Raises OSError, and CheckpointError for one that does not fit its place."""
         if name in self.facts:
             return
         one = self.plan[name]
+        found = FolderTensor(one.file, SPELLING.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        if found != one:
+            said = f"{name} is {found.dtype} {list(found.shape)}, expected {one.dtype} {list(one.shape)}, for which its file has room"
+            raise CheckpointError(f"{said}: this is a defect of mpbridge, which its maintainers should know of")
         facts = facts_of(tensor)
         handle, places = self._open.get(one.file) or self._begin(one.file)
         _write(handle, _bytes(tensor), places.pop(name))
@@ -272,7 +285,7 @@ class Shards:
         if len(self.files) > 1:
             places = {name: one.file for name, one in sorted(self.plan.items())}
             text = json.dumps({"metadata": {"total_size": self.total}, "weight_map": places}, indent=2)
-            (self.folder / INDEX).write_text(text + "\n", encoding="utf-8")
+            write_whole(self.folder / INDEX, text + "\n")
 
     def _of(self, file: str) -> list[str]:
         """Tensors of a file in the order of its bytes: wide dtypes first, so that every tensor is aligned."""
@@ -298,8 +311,8 @@ class Shards:
         """File -> tensor -> facts of what an earlier process completed of the same export."""
         with suppress(CheckpointError, OSError):
             found = read_json(self.folder / JOURNAL)
-            if isinstance(found, dict) and found.get("identity") == self._identity:
-                return dict(found["files"])
+            files = found.get("files") if isinstance(found, dict) and found.get("identity") == self._identity else None
+            return files if isinstance(files, dict) else {}
         return {}
 
     def _holds(self, file: str, journal: Mapping[str, Mapping[str, Any]]) -> bool:

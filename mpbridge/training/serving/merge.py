@@ -17,6 +17,7 @@ from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.precision.globs import is_adapter, matches, place
 from mpbridge.settings.huggingface.folder import FolderTensor, read_config, tensors
 from mpbridge.settings.huggingface.tensors import Mapped, adapters
+from mpbridge.training.checkpoint.store import write_whole
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith
 from mpbridge.training.serving.export import Export, Given
 from mpbridge.training.serving.files import SPELLING, FolderReader, Shards, apart, check, joined
@@ -210,7 +211,7 @@ def write_alone(export: Export, folder: Path, like: Path | None, told: ProgressC
             shards.put(name, tensor)
             kind = str(tensor.dtype).removeprefix("torch.")
             given.dtypes[kind] = given.dtypes.get(kind, 0) + tensor.numel()
-        (folder / CONFIG).write_text(json.dumps(_config(export, like), indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / CONFIG, json.dumps(_config(export, like), indent=2) + "\n")
     given.tensors, given.elements = len(plan), sum(given.dtypes.values())
     given.notes += [f"{CONFIG} names no base: --like hf:DIR does"] if like is None else []
     return given

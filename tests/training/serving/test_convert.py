@@ -15,7 +15,9 @@ from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.facts import Parallel
 from mpbridge.settings.huggingface.served import FORMATS, misfits
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.serving.convert import opened
+from mpbridge.training.serving.convert import opened, to_folder
+from mpbridge.training.serving.files import Shards, planned
+from mpbridge.training.serving.folder import examine
 from tests.training.serving import folders, models
 
 COMPUTED: dict[str, dict[str, torch.Tensor]] = {}
@@ -125,6 +127,14 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(path: P
     assert "only with --quantization" in convert("--recipe", mxfp8)
 
 
+@pytest.mark.parametrize("tensor", [torch.ones(2, 4), torch.ones(2, 3, dtype=torch.int32)], ids=["shape", "dtype"])
+def test_a_tensor_that_is_not_what_the_header_says_is_not_written(tensor: torch.Tensor, tmp_path: Path) -> None:
+    plan = planned([("a", "F32", (2, 3)), ("b", "F32", (2,))])
+    with pytest.raises(CheckpointError, match=r"a is .*, expected F32 \[2, 3\]"):  # noqa: SIM117
+        with Shards(tmp_path, plan, "x", lambda done, total: None) as shards:
+            shards.put("a", tensor)
+
+
 def test_a_refusal_on_the_way_leaves_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Served, "from_main", lambda self, one: True
@@ -132,6 +142,67 @@ def test_a_refusal_on_the_way_leaves_nothing(path: Path, tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match="has no FP32 main weight"):
         models.serve(path, tmp_path / "out", "modelopt", models.RECIPES["mxfp8"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_weight_of_zeros_has_a_second_level_scale_of_one(tmp_path: Path) -> None:
+    given = models.weights()
+    given["model.layers.1.self_attn.o_proj.weight"].zero_()
+    path = folders.convert(folders.write(tmp_path / "bf16", models.CONFIG, given), tmp_path / "run").path
+    for method, name in (("modelopt", "weight_scale_2"), ("compressed-tensors", "weight_global_scale")):
+        folder = models.serve(path, tmp_path / method, method, models.RECIPES["nvfp4"])
+        held = load_file(folder / "model.safetensors")
+        assert held[f"model.layers.1.self_attn.o_proj.{name}"].item() == 1.0
+        assert not models.read_back(folder)["model.layers.1.self_attn.o_proj"].any()
+        assert examine(folder, path, recipe=models.RECIPES["nvfp4"]).found == []
+
+
+def test_weights_that_are_not_finite_are_refused_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = models.weights()
+    given["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    given["model.norm.weight"][7] = float("inf")
+    path = folders.convert(folders.write(tmp_path / "bf16", models.CONFIG, given), tmp_path / "run").path
+    command = ["convert", f"ckpt:{path}", f"hf:{tmp_path / 'out'}"]
+    assert main([*command, "--quantization", "modelopt", "--recipe", models.RECIPES["mxfp8"]]) == 1
+    said = "decoder.layers.1.mlp.linear_fc2.weight has 1 of 98,304 values that are not finite"
+    assert said in capsys.readouterr().err
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["bf16", "run"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert "decoder.final_layernorm.weight has 1 of 256 values" in out
+
+
+def test_config_json_has_the_dtype_of_what_is_not_quantized(tmp_path: Path) -> None:
+    given = {name: one.float() for name, one in models.weights().items()}
+    place = folders.write(tmp_path / "fp32", models.CONFIG | {"torch_dtype": "float32"}, given)
+    path = folders.convert(place, tmp_path / "run").path
+    for folder in (
+        models.serve(path, tmp_path / "a", "modelopt", models.RECIPES["mxfp8"]),
+        models.serve(path, tmp_path / "b", "fp8", models.RECIPES["blockwise"]),
+    ):
+        held = load_file(folder / "model.safetensors")
+        assert held["model.embed_tokens.weight"].dtype is torch.float32
+        assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("kind", ["a link", "a dangling link", "a mount point"])
+def test_a_place_that_a_folder_cannot_replace_is_refused_before_anything_is_written(
+    kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    target = tmp_path / "out"
+    if kind == "a mount point":
+        target.mkdir()
+        monkeypatch.setattr(Path, "is_mount", lambda self: self == target)
+    else:
+        target.symlink_to(tmp_path / ("real" if kind == "a link" else "nowhere"))
+    done: list[int] = []
+    with pytest.raises(
+        BadValue, match=r"out is a (symbolic link|mount point), which the finished folder cannot replace"
+    ):
+        to_folder(path, target, told=lambda count, total: done.append(count))
+    assert not done
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out", "real"]
 
 
 def test_the_runs_own_recipe_by_name_is_not_another(tmp_path: Path) -> None:
@@ -163,6 +234,12 @@ def test_heads_of_64_rows_do_not_fit_blocks_of_128(tmp_path: Path) -> None:
             "tensorwise",
             ["parallel.tensor_model_parallel_size=2"],
             "no format without quantizing anew: self_attention.linear_proj: each of 2",
+        ),
+        # a rank's 176 columns are five blocks and a half
+        (
+            "mxfp8",
+            ["parallel.tensor_model_parallel_size=2", "model.ffn_hidden_size=352"],
+            "no format without quantizing anew: mlp.linear_fc2: blocks of 32 columns end at ranks of 176 columns",
         ),
         ("nemotron_h_bf16_with_fp8_current_scaling_mixed", [], "high precision: no weight of this model is quantized"),
     ],

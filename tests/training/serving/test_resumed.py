@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_keeps_what_is_complete(path: Path, tmp_path: Path, 
     assert content(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("damage", ["a byte", "the end", "the journal", "another recipe"])
+@pytest.mark.parametrize("damage", ["a byte", "the end", "the journal", "no files", "another recipe"])
 def test_only_files_of_the_same_bytes_are_kept(
     damage: str, path: Path, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
@@ -110,6 +110,9 @@ def test_only_files_of_the_same_bytes_are_kept(
         file.write_bytes(data[:-1])
     elif damage == "the journal":
         (partial_one / "journal.json").write_text("[1")
+    elif damage == "no files":
+        journal = json.loads((partial_one / "journal.json").read_text())
+        (partial_one / "journal.json").write_text(json.dumps({"identity": journal["identity"]}))
     if damage == "another recipe":
         (tmp_path / "own.yaml").write_text(f"extends: {RECIPE}\nfirst_last_layers_bf16: true\n")
         convert(path, tmp_path / "out", recipe=str(tmp_path / "own.yaml"))
