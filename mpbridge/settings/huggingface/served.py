@@ -331,41 +331,10 @@ def quantization_config(
     return config
 
 
-def row_of(config: Mapping[str, Any]) -> ServedFormat:
-    """The row of a folder's quantization_config. Raises BadValue for one that no row describes."""
-    rows, here = (*FORMATS, *FOREIGN), _identity(config)
-    found = next((row for row in rows if _identity(row.config) == here), None)
-    if found is None:
-        said = " ".join(str(part)[:80] for part in here if part) or "nothing known"
-        raise BadValue(f"quantization_config says {said}: expected one of {', '.join(row.name for row in rows)}")
-    return found
-
-
-def _identity(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells the rows of a method apart. NVFP4 with and without quantized activations has the same weights."""
-    groups = config.get("config_groups")
-    first: Any = next(iter(groups.values()), {}) if isinstance(groups, dict) and len(groups) == 1 else {}
-    weights = first.get("weights") if isinstance(first, dict) else None
-    strategy = weights.get("strategy") if isinstance(weights, dict) else None
-    algorithm = str(config.get("quant_algo") or "").upper().removeprefix("W4A16_")
-    block = config.get("weight_block_size")
-    size = tuple(block) if isinstance(block, list) else block
-    return config.get("quant_method"), algorithm, config.get("format"), strategy, size
-
-
 INPUT_SCALES = ("input_scale", "input_global_scale")
 """Names of a linear's static scale of activations, which training does not record."""
 STATIC = (*INPUT_SCALES, "output_scale", "q_scale", "k_scale", "v_scale")
 """The same with those of the key-value cache."""
-
-
-def scales_are_static(config: Mapping[str, Any]) -> bool:
-    """Whether engines quantize activations by scales that a folder with that quantization_config holds."""
-    groups = config.get("config_groups")
-    members = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    inputs = [one for group in members if isinstance(one := group.get("input_activations"), dict)]
-    static = config.get("quant_algo") in ("NVFP4", "FP8") or config.get("activation_scheme") == "static"
-    return static or any(one.get("dynamic") is not True for one in inputs)
 
 
 CONTRACT = "contract.json"

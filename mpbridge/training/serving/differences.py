@@ -11,15 +11,23 @@ from typing import Any
 import torch
 
 from mpbridge.settings.huggingface.folder import FolderTensor
-from mpbridge.settings.huggingface.served import STATIC, ServedFormat, group_of, misfits, quantization_config, row_of
+from mpbridge.settings.huggingface.quantization import row_of, settings_faults
+from mpbridge.settings.huggingface.served import (
+    STATIC,
+    UNREAD,
+    ServedFormat,
+    group_of,
+    misfits,
+    quantization_config,
+)
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith, values
 from mpbridge.training.serving.causes import Source, explanations
 from mpbridge.training.serving.convert import opened
 from mpbridge.training.serving.export import Export
-from mpbridge.training.serving.files import DTYPES, SPELLING
+from mpbridge.training.serving.files import DTYPES, SPELLING, bad_values
 
-KINDS = ("missing", "invalid", "shape", "scales", "group", "bytes", "list", "engine", "extra")
+KINDS = ("missing", "invalid", "shape", "config", "scales", "group", "bytes", "list", "engine", "extra")
 """What can be wrong, worst first: for equal kinds the larger error of values comes first."""
 
 NO_CONFIG = "is stored quantized, but config.json has no quantization_config"
@@ -89,23 +97,18 @@ class Comparison:
             found.append(Difference(self.row.name, "bytes", f"cannot hold training's scales: {self.misfits[0]}"))
         for one in self._left.values():
             held = self._held.get(one.name, {})
-            if one.wide and not held:
-                continue
             absent = sorted(self._expected(one, held) - held.keys())
             found += [Difference(name, "missing", "is missing") for name in absent]
         return found
 
     def _settings(self) -> Iterator[Difference]:
-        """What the config says of activations that is not as training has it."""
+        """What the config says that is not as training has it."""
         if self.row is None or not self.same_scaling or self.misfits:
             return
         quants = list(dict.fromkeys(self.served.rules.values()))
         made = quantization_config(self.row, quants, (), self.served.facts.environment)
-        for key in ("scale_fmt", "activation_scheme"):
-            if self.config.get(key) != made.get(key):
-                now, own = (config.get(key, "absent") for config in (self.config, made))
-                text = f"is {now}, expected {own}: an engine scales activations otherwise than training"
-                yield Difference(key, "scales", text)
+        for key, text in settings_faults(self.config, made):
+            yield Difference(key, "config", text)
 
     def _expected(self, one: Mapped, held: Mapping[str, torch.Tensor]) -> set[str]:
         names = set()
@@ -151,13 +154,19 @@ class Comparison:
             if tensor is None or tensor.dtype not in PLAIN:
                 now = read_values(module, held, self.row) if self.row else None
                 error = _error(now, wanted.float()) if now is not None and now.shape == wanted.shape else 1.0
-                yield Difference(module, "bytes", "stored quantized; training kept it in high precision", error)
+                why = "no engine reads it so" if module.endswith(UNREAD) else "training kept it in high precision"
+                yield Difference(module, "bytes", f"stored quantized; {why}", error)
             elif tensor.shape != wanted.shape:
                 yield Difference(name, "shape", f"is {list(tensor.shape)}, expected {list(wanted.shape)}")
-            elif not torch.equal(tensor, wanted.to(tensor.dtype)) or (
-                one.wide and not torch.equal(tensor.to(wanted.dtype), wanted)
-            ):
-                yield Difference(name, "bytes", "has other values than the run", _error(tensor.float(), wanted.float()))
+            elif bad := bad_values(tensor):
+                yield Difference(name, "invalid", bad, float("inf"))
+            elif rounded := int((tensor.float() != wanted.float()).sum()):
+                cast, computed = torch.equal(tensor, wanted.to(tensor.dtype)), self.training.policy.compute.torch()
+                if cast and tensor.dtype is computed and not one.wide:
+                    continue  # an engine reads what training's GEMMs and norms read
+                said = f"is stored as {SPELLING[tensor.dtype]}: {rounded:,} values are rounded"
+                error = _error(tensor.float(), wanted.float())
+                yield Difference(name, "bytes", said if cast else "has other values than the run", error)
 
     def _cause(
         self,
@@ -282,7 +291,7 @@ def shape_faults(
         name = f"{module}.{suffix}"
         if name in faults:
             yield faults[name]
-        elif suffix != row.codes and (bad := bad_scales(held[name])):
+        elif bad := (bad_values if suffix == row.codes else bad_scales)(held[name]):
             yield Difference(name, "invalid", bad, float("inf"))
 
 

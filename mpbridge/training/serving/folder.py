@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 
-from mpbridge.common.errors import BadValue
+from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.common.files import ProgressCallback
 from mpbridge.common.machines import Machine
 from mpbridge.settings.huggingface.folder import FolderTensor, read_config, read_json_file, tensors
 from mpbridge.settings.huggingface.kept import list_faults
-from mpbridge.settings.huggingface.served import INPUT_SCALES, LEGACY, STATIC, ServedFormat, row_of, scales_are_static
+from mpbridge.settings.huggingface.quantization import listed, row_of, scales_are_static, settings_of
+from mpbridge.settings.huggingface.served import INPUT_SCALES, LEGACY, STATIC, ServedFormat
+from mpbridge.settings.huggingface.written import refuse_differences
 from mpbridge.training.serving.cast import FILE, SCHEMA, is_module
+from mpbridge.training.serving.convert import model_of
 from mpbridge.training.serving.differences import (
     NO_CONFIG,
+    Comparison,
     Difference,
     bad_scales,
     compared,
@@ -26,7 +30,7 @@ from mpbridge.training.serving.differences import (
     header_faults,
     note_second,
 )
-from mpbridge.training.serving.files import DTYPES, FolderReader, facts_of
+from mpbridge.training.serving.files import DTYPES, FolderReader, bad_values, facts_of
 
 POWERS_ONLY = (10, 0)
 """From this compute capability on, DeepGEMM's kernels for 128 x 128 blocks take powers of two as scales."""
@@ -72,15 +76,18 @@ def examine(
     contract = _contract(folder)
     if contract is not None:
         report.recipe, report.step = str(contract.get("recipe", "")), contract.get("step")
+        if contract.get("requantized"):
+            after = " after adapters were merged" if contract.get("merged") else ""
+            report.notes.append(f"{FILE}: quantized anew{after}: these are not the codes that training computed with")
     modules = _modules(held, row)
     report.quantized, report.high = sum(modules.values()), len(modules) - sum(modules.values())
     if row is not None:
         report.found += _from_headers(held, modules, row) if run is None else []
         report.found += _input_scales(held, modules, quantization)
-        entries = quantization.get(row.kept) or []
-        listed = entries if isinstance(entries, list) else [entries]
+        entries, two = listed(quantization, row)
+        report.found += [Difference("ignored_layers", "list", two)] if two else []
         kept = modules | ({} if "lm_head" in modules else {"lm_head": False})
-        for name, text in list_faults(listed, kept, row.method, engines):
+        for name, text in list_faults(entries, kept, row.method, engines):
             report.found.append(Difference(name, "list", text))
         readers = row.read_by(name for name, low in modules.items() if low)
         for engine in set(engines) - set(readers):
@@ -89,7 +96,7 @@ def examine(
     elif run is None:
         report.found += [Difference(name, "shape", NO_CONFIG) for name, low in modules.items() if low]
     with FolderReader(folder, held, {}) as reader:
-        _read(report, reader, row, quantization, contract, run, recipe, target, told)
+        _read(report, reader, row, config, quantization, contract, run, recipe, target, told)
     if run is None:
         report.notes.append("not compared with training: name its checkpoint with --run")
         report.notes += [] if contract else [f"there is no {FILE}, so changed bytes are not noticed"]
@@ -112,9 +119,15 @@ def _quantization(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, An
     if not given:
         return theirs, []
     mine = given.get("ignore") or []
+    faults = []
     if sorted(map(str, mine)) != sorted(map(str, theirs["ignore"])):
-        return given, [Difference(LEGACY, "list", "lists other modules in high precision than config.json")]
-    return given, []
+        faults.append(Difference(LEGACY, "list", "lists other modules in high precision than config.json"))
+    here, there = settings_of(given), settings_of(theirs)
+    for name in ("quant_algo", "group_size", "key-value cache"):
+        if here.get(name) != there.get(name):
+            said = f"says {name} {there.get(name, 'absent')}, and config.json {here.get(name, 'absent')}: engines read one or the other"
+            faults.append(Difference(LEGACY, "config", said))
+    return given, faults
 
 
 def _contract(folder: Path) -> dict[str, Any] | None:
@@ -168,10 +181,30 @@ def _input_scales(
         yield from (Difference(f"{module}.{name}", "missing", said) for module in low if module not in has[name])
 
 
+def _config_faults(comparison: Comparison, config: Mapping[str, Any]) -> Iterator[Difference]:
+    """What config.json says of the model that is not the run's: an engine computes something else from the same weights."""
+    export = comparison.export
+    try:
+        refuse_differences(
+            model_of(export.run), {name: config[name] for name in config if name != "quantization_config"}
+        )
+    except Contradiction as error:
+        yield from (Difference("config.json", "config", fault) for fault in error.faults)
+    wanted = {
+        export.run.policy.compute.value,
+        *(str(export.read(one, meta=True).dtype)[6:] for one in export.wanted[:1]),
+    }
+    for name in ("dtype", "torch_dtype"):
+        if name in config and config[name] not in wanted:
+            text = f"{name} is {config[name]}, expected {' or '.join(sorted(wanted))}: an engine computes in it"
+            yield Difference("config.json", "config", text)
+
+
 def _read(
     report: Report,
     reader: FolderReader,
     row: ServedFormat | None,
+    config: Mapping[str, Any],
     quantization: Mapping[str, Any],
     contract: Mapping[str, Any] | None,
     run: Path | None,
@@ -192,7 +225,8 @@ def _read(
                 tensor = reader.raw(name)
                 if name in recorded and facts_of(tensor)["sha256"] != recorded[name]["sha256"]:
                     report.found.append(Difference(name, "bytes", f"is not what {FILE} recorded: changed since"))
-                if (static or (scale and comparison is None)) and (bad := bad_scales(tensor)):
+                judge = bad_scales if scale or static else bad_values
+                if (static or comparison is None) and (bad := judge(tensor)):
                     report.found.append(Difference(name, "invalid", bad, float("inf")))
                 note_second(seconds, row, name, tensor)
                 if scale and row is not None and row.layout == "blocks":
@@ -201,7 +235,8 @@ def _read(
             done += reader.held[name].bytes
             told(done, total)
         if comparison is not None:
-            report.found += comparison.end()
+            report.found += [*comparison.end(), *_config_faults(comparison, config)]
+            report.notes += comparison.served.notes
             report.recipe, policy = comparison.training.recipe, comparison.training.policy
             if contract is not None and contract.get("fingerprint") != policy.fingerprint():
                 said = f"was written under {contract.get('recipe')}, another precision policy than {report.recipe}"

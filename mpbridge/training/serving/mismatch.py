@@ -19,7 +19,8 @@ from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.precision.regions import Quant
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.folder import read_config, tensors
-from mpbridge.settings.huggingface.served import ServedFormat, row_of, scales_are_static
+from mpbridge.settings.huggingface.quantization import row_of, scales_are_static
+from mpbridge.settings.huggingface.served import ServedFormat
 from mpbridge.training.checkpoint.store import CONFIG
 from mpbridge.training.data.sources import tokenizer
 from mpbridge.training.process import bare, process_group, with_weights

@@ -143,6 +143,12 @@ def test_merging_before_and_after_quantization_are_named_and_their_errors_said(
         assert least < said["error"] < most  # E4M3 keeps 3 bits of a value, BF16 7
     assert export(run, tmp_path / "served", "--adapters", "merged-after", "--quantization", "compressed-tensors") == 0
     assert "merged after quantization: the weights written differ" in capsys.readouterr().out
+    contract = json.loads((tmp_path / "served" / "contract.json").read_text())
+    assert contract["requantized"] is True
+    assert contract["merged"]["choice"] == "merged-after"
+    assert {one["source"] for one in contract["modules"].values()} == {"parameter with adapter"}
+    assert main(["contract", str(tmp_path / "served")]) == 0
+    assert "quantized anew after adapters were merged: these are not the codes that training" in capsys.readouterr().out
     served = load_file(tmp_path / "served" / "model.safetensors")
     assert served["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
 

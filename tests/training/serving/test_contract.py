@@ -137,8 +137,8 @@ def test_the_rule_of_activations_is_trainings(path: Path, tmp_path: Path) -> Non
     quantization = config["quantization_config"]
     assert quantization.pop("scale_fmt") == "ue8m0"
     (one,) = differences(path, held.items(), quantization, recipe=models.RECIPES["blockwise"])
-    assert (one.name, one.kind) == ("scale_fmt", "scales")
-    assert "is absent, expected ue8m0: an engine scales activations otherwise" in one.text
+    assert (one.name, one.kind) == ("scale_fmt", "config")
+    assert "is absent, expected ue8m0: an engine computes otherwise" in one.text
     put(tmp_path, held, config)
     assert examine(tmp_path, path, recipe=models.RECIPES["blockwise"]).found == [one]
 

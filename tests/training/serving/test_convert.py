@@ -170,6 +170,11 @@ def test_weights_that_are_not_finite_are_refused_or_said(tmp_path: Path, capsys:
     out = capsys.readouterr().out
     assert said in out
     assert "decoder.final_layernorm.weight has 1 of 256 values" in out
+    # two NaNs of the same bits are the same value, and no less invalid
+    assert {(one.name, one.kind) for one in examine(tmp_path / "out", path).found} == {
+        ("model.layers.1.mlp.down_proj.weight", "invalid"),
+        ("model.norm.weight", "invalid"),
+    }
 
 
 def test_config_json_has_the_dtype_of_what_is_not_quantized(tmp_path: Path) -> None:

@@ -76,12 +76,59 @@ def test_latent_attention_and_further_tokens(tmp_path: Path) -> None:
     save_file(held, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (one,) = examine(tmp_path, path, recipe=models.RECIPES["blockwise"]).found
-    assert (one.name, one.text) == (bias, "has other values than the run")
+    assert (one.name, one.text) == (bias, "is stored as BF16: 4 values are rounded")
+    del held[bias]
+    save_file(held, tmp_path / "model.safetensors")
+    (one,) = examine(tmp_path, path, recipe=models.RECIPES["blockwise"]).found
+    assert (one.name, one.kind) == (bias, "missing")
     kept = json.loads((folder / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert "model.layers.1.mlp.gate" in kept
-    assert not any("proj" in name and "eh_proj" not in name for name in kept)
+    assert [name for name in kept if "proj" in name] == ["model.layers.2.eh_proj"]
     # training scales the two down projections apart, and engines fuse them under one second level
     with pytest.raises(
         Exception, match="q_a_proj: engines use one second-level scale for linears that training scales apart"
     ):
         models.serve(path, tmp_path / "nvfp4", "modelopt", models.RECIPES["nvfp4"])
+
+
+def test_the_projection_of_further_tokens_is_served_as_engines_read_it(tmp_path: Path) -> None:
+    path, name = checkpoint(DEEPSEEK, tmp_path), "model.layers.2.eh_proj"
+    folder = models.serve(path, tmp_path / "fp8", "fp8", models.RECIPES["blockwise"])
+    held, contract = load_file(folder / "model.safetensors"), json.loads((folder / "contract.json").read_text())
+    plain = load_file(tmp_path / "bf16" / "model.safetensors")[f"{name}.weight"]
+    # vLLM's and SGLang's loaders copy into the parameter of an nn.Linear, without a look at scales
+    linear = torch.nn.Linear(512, 256, bias=False, dtype=torch.bfloat16)
+    linear.weight.data.copy_(held[f"{name}.weight"])
+    assert torch.equal(linear.weight, plain)
+    assert name not in contract["modules"]
+    (note,) = contract["notes"]
+    assert note == f"{name}: trained in FP8 with blockwise scaling, served in high precision, as engines compute it"
+    assert note in examine(folder, path, recipe=models.RECIPES["blockwise"]).notes
+    # another tool's folder: codes that no list makes an engine read
+    scale = torch.exp2(torch.ceil(torch.log2(plain.float().abs().amax() / 448)))
+    held[f"{name}.weight"] = (plain.float() / scale).to(torch.float8_e4m3fn)
+    held[f"{name}.weight_scale_inv"] = scale.expand(2, 4).clone()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"].remove(name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(held, tmp_path / "model.safetensors")
+    found = examine(tmp_path, engines=ENGINES).found
+    assert [(one.name, one.kind) for one in found] == [(name, "list")] * 3
+    assert found[0].text == "is stored quantized, and vllm keeps it in high precision (whatever the list says)"
+    (one,) = (one for one in examine(tmp_path, path, recipe=models.RECIPES["blockwise"]).found if one.kind == "bytes")
+    assert one.text == "stored quantized; no engine reads it so"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"num_experts_per_tok": 1}, {"routed_scaling_factor": 9.0}, {"norm_topk_prob": False}, {"rope_theta": 5.0}],
+    ids=str,
+)
+def test_a_config_of_another_function_is_not_the_runs(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = checkpoint(DEEPSEEK, tmp_path)
+    folder = models.serve(path, tmp_path / "fp8", "fp8", models.RECIPES["blockwise"])
+    config = json.loads((folder / "config.json").read_text()) | changed
+    (folder / "config.json").write_text(json.dumps(config))
+    found = examine(folder, path, recipe=models.RECIPES["blockwise"]).found
+    assert [(one.name, one.kind) for one in found] == [("config.json", "config")]
+    assert str(next(iter(changed.values()))).lower() in found[0].text
