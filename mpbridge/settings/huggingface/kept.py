@@ -107,6 +107,9 @@ def list_faults(
             yield name, why
         elif not any(_by_any(name, module) for module in modules):
             yield name, "matches no module of the folder, so an engine keeps nothing in high precision by it"
+    unread = "is stored quantized, and no engine reads it so"
+    yield from ((module, unread) for module, low in modules.items() if low and module.endswith(UNREAD))
+    modules = {module: low for module, low in modules.items() if not module.endswith(UNREAD)}
     for module, low in modules.items():
         if low and module in listed:
             yield module, "is stored quantized, and listed as in high precision"
@@ -139,10 +142,9 @@ def _by_engine(
             yield name, f"{engine} refuses it: {some} of it is listed, the rest is not"
             continue
         entry = next((entry for entry in names if matcher(entry, name)), None)
-        always = name.endswith(UNREAD)
-        kept = hits[0] or entry is not None or always
+        kept = hits[0] or entry is not None
         if kept and modules[parts[0]]:
-            by = f" (by the entry {entry!r})" if entry is not None else " (whatever the list says)" if always else ""
+            by = f" (by the entry {entry!r})" if entry is not None else ""
             yield name, f"is stored quantized, and {engine} keeps it in high precision{by}"
         elif not kept and not modules[parts[0]]:
             yield name, f"is stored in high precision, and {engine} finds no entry for it"

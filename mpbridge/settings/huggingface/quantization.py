@@ -22,57 +22,50 @@ def row_of(config: Mapping[str, Any]) -> ServedFormat:
 def _identity(config: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells the rows of a method apart. NVFP4 with and without quantized activations has the same weights."""
     said = settings_of(config)
-    algorithm, strategy = said.get("quant_algo", "").removeprefix("W4A16_"), said.get("weights", {}).get("strategy")
-    return said.get("quant_method"), algorithm, said.get("format"), strategy, said.get("weight_block_size")
+    algorithm = said.get("quant_algo", "").removeprefix("W4A16_")
+    named = ("quant_method", "format", "weights.strategy", "weight_block_size")
+    return algorithm, *(said.get(name) for name in named)
 
 
-_GROUP = ("weights", "input_activations", "output_activations")
-_ELSEWHERE = (
-    *_GROUP, "config_groups", "kv_cache_scheme", "kv_cache_quant_algo", "ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers",
-)  # fmt: skip
-_SILENT = (
-    "version", "producer", "quantization_status", "global_compression_ratio", "sparsity_config", "fmt", "observer", "observer_kwargs", "zp_dtype", "actorder",
-)  # fmt: skip
-"""What says nothing of how an engine computes from the codes and scales that are there."""
+_PARTS = ("weights", "input_activations", "output_activations")
+_TOP = ("quant_method", "format", "activation_scheme", "scale_fmt", "weight_block_size", "group_size", "transform_config")  # fmt: skip
+_INNER = ("num_bits", "type", "strategy", "group_size", "dynamic", "symmetric", "block_structure")
+"""The settings, of the whole and of each operand, that decide how an engine computes from the codes and scales that are there."""
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a quantization_config says, whichever method's: its own settings, those of its one group, and the key-value cache's format under one name each.
+    """What a quantization_config says by which engines compute, whichever method's; of an operand as 'weights.strategy', and with 'weights' that there is such a part.
 
-    A setting that is null, empty, 0 or false is left out, and so are lists of modules.
+    The key-value cache's format and the weights' group size have one name each. A setting that is null, empty, 0 or false is left out.
     """
     groups = config.get("config_groups")
     first: Any = next(iter(groups.values()), {}) if isinstance(groups, dict) and len(groups) == 1 else {}
     group = first if isinstance(first, dict) else {}
-    cache = config.get("kv_cache_scheme")
-    bits = cache.get("num_bits") if isinstance(cache, dict) else None
-    found = {name: value for name, value in config.items() if name not in _ELSEWHERE}
+    found = {name: config.get(name) for name in _TOP}
     found |= {"targets": group.get("targets"), "quant_algo": str(config.get("quant_algo") or "").upper()}
-    named = {"8": "FP8", "4": "NVFP4"}.get(str(bits), cache)
-    found["key-value cache"] = named if cache else config.get("kv_cache_quant_algo")
-    found = {name: value for name, value in found.items() if value and name not in _SILENT}
-    for part in (name for name in _GROUP if isinstance(group.get(name), dict)):
-        found[part] = {name: value for name, value in group[part].items() if value and name not in _SILENT}
-    size = found.get("group_size") or found.get("weights", {}).get("group_size")
-    return found | ({"group_size": size} if size else {})
+    for part in (name for name in _PARTS if isinstance(group.get(name), dict)):
+        found |= {part: "given", **{f"{part}.{name}": group[part].get(name) for name in _INNER}}
+    found["group_size"] = found.pop("weights.group_size", None) or found["group_size"]
+    cache: Any = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
+    kind = f"{cache.get('type')} {cache.get('num_bits')}" if isinstance(cache, dict) else ""
+    found["key-value cache"] = {"float 8": "FP8", "float 4": "NVFP4"}.get(kind, cache)
+    return {name: value for name, value in found.items() if value}
 
 
 def settings_faults(config: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(setting, what is wrong) of a quantization_config that should compute as `own` of the same row does."""
     now, made = settings_of(config), settings_of(own)
-    grouped = "config_groups" in own
-    # an engine of ModelOpt's formats reads no groups; NVFP4's weights are the same with quantized activations and without
-    apart = {"quant_algo"} if grouped else {"quant_algo", "targets", *_GROUP}
-    apart |= {"input_activations"} if grouped and "input_activations" not in made else set()
-    for name in sorted({*now, *made} - apart):
-        pairs = [(name, now.get(name), made.get(name))]
-        if all(isinstance(value, dict) for _, *values in pairs for value in values):
-            inner, theirs = now[name], made[name]
-            pairs = [(f"{name}.{key}", inner.get(key), theirs.get(key)) for key in sorted({*inner, *theirs})]
-        for key, found, expected in pairs:
-            if found != expected:
-                said, wanted = ("absent" if value is None else str(value)[:120] for value in (found, expected))
-                yield key, f"is {said}, expected {wanted}: an engine computes otherwise than training"
+    apart = {"quant_algo"} if own["quant_method"] == "fp8" else {"quant_algo", "scale_fmt"}
+    if "config_groups" not in own:  # engines read no groups, and know the size that ModelOpt leaves out
+        apart |= {"targets", *_PARTS, *({"group_size"} - now.keys())}
+    elif "input_activations" not in made:  # NVFP4's weights are the same with quantized activations and without
+        apart.add("input_activations")
+    for name in sorted({*now, *made}):
+        part = name.partition(".")[0]
+        both = part == name or (part in now and part in made)
+        if part not in apart and both and now.get(name) != made.get(name):
+            said, wanted = (str(value.get(name, "absent"))[:120] for value in (now, made))
+            yield name, f"is {said}, expected {wanted}: an engine computes otherwise than training"
 
 
 def listed(config: Mapping[str, Any], row: ServedFormat) -> tuple[list[Any], str]:
@@ -82,14 +75,13 @@ def listed(config: Mapping[str, Any], row: ServedFormat) -> tuple[list[Any], str
     """
     names = ("ignored_layers", row.kept) if row.kept == "modules_to_not_convert" else (row.kept,)
     lists = [found if isinstance(found, list) else [found] for name in names if (found := config.get(name))]
-    apart = any(sorted(map(str, one)) != sorted(map(str, lists[0])) for one in lists)
-    return lists[
-        0
-    ] if lists else [], f"lists other modules than {row.kept}: engines take it alone, or both" if apart else ""
+    first, *rest = lists or [[]]
+    apart = any(sorted(map(str, one)) != sorted(map(str, first)) for one in rest)
+    return first, f"lists other modules than {row.kept}: engines take it alone, or both: keep one list" if apart else ""
 
 
 def scales_are_static(config: Mapping[str, Any]) -> bool:
     """Whether engines quantize activations by scales that a folder with that quantization_config holds."""
     said = settings_of(config)
     static = said.get("quant_algo") in ("NVFP4", "FP8") or said.get("activation_scheme") == "static"
-    return static or said.get("input_activations", {"dynamic": True}).get("dynamic") is not True
+    return static or ("input_activations" in said and said.get("input_activations.dynamic") is not True)

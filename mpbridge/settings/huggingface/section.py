@@ -42,7 +42,8 @@ def family_of(data: Mapping[str, Any], name: str = CONFIG) -> Family:
     """The row of config.json's model_type. Raises Contradiction."""
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        fault = f"model_type={kind!r}: expected one of {', '.join(FAMILIES)}"
+        given = f"={kind!r}" if "model_type" in data else " is missing"
+        fault = f"model_type{given}: expected one of {', '.join(FAMILIES)}"
         raise Contradiction([fault], subject=f"{name} cannot be used")
     return FAMILIES[kind]
 

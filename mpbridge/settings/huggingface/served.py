@@ -20,6 +20,8 @@ Layout = Literal["tensor", "channel", "blocks", "lines"]
 """Extent of a weight_scale: the tensor; an output row; 128 x 128 elements; a piece of a row."""
 FP8 = "F8_E4M3"
 """Codes of eight bits, in safetensors' spelling."""
+BLOCK_SCALE = "_scale_inv"
+"""After the name of a weight: that of its scales by blocks."""
 METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp8")
 """quant_method in config.json, which is also what vLLM and SGLang take as --quantization."""
 
@@ -107,7 +109,7 @@ _MO: Mapping[str, Any] = {"method": "modelopt", "kept": "ignore"}
 
 FORMATS: tuple[ServedFormat, ...] = (
     ServedFormat(
-        method="fp8", scalings=("blockwise",), layout="blocks", along=128, scale="weight_scale_inv", scale_dtype="F32",
+        method="fp8", scalings=("blockwise",), layout="blocks", along=128, scale=f"weight{BLOCK_SCALE}", scale_dtype="F32",
         config={"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         kept="modules_to_not_convert", activations=f"{_PIECES}, or powers of two where an engine follows scale_fmt", engines=("vllm", "sglang", "trtllm"),
     ),
@@ -148,7 +150,7 @@ FORMATS: tuple[ServedFormat, ...] = (
         config=_algorithm("W4A16_NVFP4", 16), activations=_BF16, engines=("vllm",),
     ),
     ServedFormat(
-        method="mxfp8", scalings=("mxfp8",), layout="lines", along=32, scale="weight_scale_inv", scale_dtype="U8",
+        method="mxfp8", scalings=("mxfp8",), layout="lines", along=32, scale=f"weight{BLOCK_SCALE}", scale_dtype="U8",
         config={"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]},
         kept="modules_to_not_convert", activations="dynamic, MXFP8", engines=("sglang", "trtllm"),
     ),

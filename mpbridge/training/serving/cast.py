@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType
 from mpbridge.numerics.codes import decode_e2m1
 from mpbridge.numerics.quantizer import Quantizer, Randomness
@@ -40,7 +41,7 @@ from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.checkpoint.store import audit_of, step_of, write_whole
 from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
 from mpbridge.training.checkpoint.verdict import read_fingerprint
-from mpbridge.training.serving.files import apart, joined
+from mpbridge.training.serving.files import apart
 
 FILE = CONTRACT
 SCHEMA = 1
@@ -115,7 +116,10 @@ def values(codes: torch.Tensor, scales: torch.Tensor, second: torch.Tensor | Non
     wide = decode_e2m1(codes) if codes.dtype is torch.uint8 else codes.float()
     factor = torch.exp2(scales.float() - 127) if scales.dtype is torch.uint8 else scales.float()
     factor = factor if second is None else factor * second.float().reshape(())
-    length = next((size for size in (16, 32, 128) if -(-wide.shape[1] // size) == factor.shape[1]), wide.shape[1])
+    length = next((size for size in (16, 32, 128, wide.shape[1]) if -(-wide.shape[1] // size) == factor.shape[1]), 0)
+    if not length:
+        said = f"scales {list(factor.shape)} of codes {list(wide.shape)}"
+        raise BadValue(f"{said}: expected one for each row, or for each 16, 32 or 128 columns")
     return wide * factor.repeat_interleave(length, 1)[:, : wide.shape[1]]
 
 
@@ -140,12 +144,10 @@ class ServedWeights:
     @property
     def notes(self) -> list[str]:
         """Linears that training quantizes and no engine reads so."""
-        left = (cast for cast in self.training.found if cast.quant and cast.one.name not in self.rules)
-        said = "in high precision, as engines compute it"
         return [
-            f"{one.one.parts[0][0].removesuffix('.weight')}: trained in {one.quant.row.words}, served {said}"
-            for one in left
-            if one.quant
+            f"{cast.one.parts[0][0].removesuffix('.weight')}: trained in {cast.quant.row.words}, served in high precision, as engines compute it"
+            for cast in self.training.found
+            if cast.quant and not self.covers(cast.one)
         ]
 
     def from_main(self, one: Mapped) -> bool:
@@ -157,7 +159,11 @@ class ServedWeights:
         """What a parameter's codes and scales stand for, fp32 [rows, columns]; the parameter itself if it is not quantized."""
         if not self.covers(one):
             return whole.float()
-        return joined([part.values for part in self.parts(one, whole).values()], one.layout, self.facts.shape)
+        # each rank's own, which need not be whole blocks, nor scales of whole rows
+        shares = [
+            self.training.stored(self.rules[one.name], share) for share in _shares(one, whole, ranks(one, self.facts))
+        ]
+        return _joined(one, [Part(share.codes, share.scales, share).values for share in shares])
 
     def parts(
         self, one: Mapped, whole: torch.Tensor, quantize: Quantize | None = None, split: int | None = None
@@ -209,12 +215,12 @@ _NO_LINEARS = tuple(f"{last}.weight" for last in ("norm", "norm_f", "embed_token
 class Served(ServedWeights):
     """Quantizes the parameters of an export by the rules of its run, or of another recipe, and writes its contract."""
 
-    def __init__(self, path: Path, run: Run, wanted: Sequence[Mapped], method: str, recipe: str | None = None) -> None:
-        training = TrainedWith.of(path, run, wanted, recipe)
-        super().__init__(training, chosen(method, training.found, run.facts))
-        self.path = path
+    def __init__(self, path: Path, export: Any, method: str, recipe: str | None = None) -> None:
+        """export: the `export.Export`."""
+        training = TrainedWith.of(path, export.run, export.wanted, recipe)
+        super().__init__(training, chosen(method, training.found, export.run.facts))
+        self.path, self._merge = path, export.merge
         self._tensors: Mapping[str, Mapping[str, Any]] = {}
-        self._merge: Any = None
 
     @property
     def identity(self) -> object:
@@ -248,9 +254,9 @@ class Served(ServedWeights):
         # a tied head has no tensor, and is a module nevertheless
         return full_names({name.removesuffix(".weight") for name in {*found, "lm_head.weight"} - low})
 
-    def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]], merge: Any) -> dict[str, Any]:
-        """Writes the contract, and ModelOpt's own file; returns the quantization_config. merge: `merge.Merge`, where adapters were added to the weights, or None."""
-        self._tensors, self._merge = facts, merge
+    def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Writes the contract, and ModelOpt's own file; returns the quantization_config."""
+        self._tensors = facts
         kept, quants = self.kept, list(dict.fromkeys(self.rules.values()))
         write_whole(folder / FILE, json.dumps(self.document(), indent=1) + "\n")
         if self.row.method == "modelopt":

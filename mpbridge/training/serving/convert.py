@@ -198,14 +198,11 @@ def to_folder(
     Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot describe.
     """
     with opened(path, like=like, dtype=dtype, adapters=adapters) as export:
-        export.casting = None if method is None else Served(path, export.run, export.wanted, method, recipe)
-        kind = "a symbolic link" if target.is_symlink() else "a mount point" if target.is_mount() else ""
-        if kind:
-            raise BadValue(
-                f"{target} is {kind}, which the finished folder cannot replace: expected a name that is not taken"
-            )
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise BadValue(f"{target} already exists: expected a new folder")
+        refuse_differences(model_of(export.run), export.config)
+        export.casting = None if method is None else Served(path, export, method, recipe)
+        kept = target.is_symlink() or target.is_mount()  # which the finished folder cannot replace
+        if kept or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+            raise BadValue(f"{target} already exists{', a link or a mount point' * kept}: expected a new folder")
         partial = folder_inside(target.parent, f".{target.name}.partial")
         try:
             partial.mkdir(parents=True, exist_ok=True)
@@ -270,13 +267,11 @@ def model_of(run: Run) -> dict[str, Any]:
 
 
 def _config(origin: Mapping[str, Any], like: Path | None, contents: Contents, run: Run) -> dict[str, Any]:
-    model = model_of(run)
     if like is not None:
         config = layout.read_config(like)
         family_of(config, str(like / layout.CONFIG))
-        refuse_differences(model, config)
         return config
     if origin:
         return dict(origin["config"])
     stored = contents.index.tensors.get("embedding.word_embeddings.weight")
-    return config_json(model, rows=run.facts.shape.vocab_size, dtype=stored.dtype if stored else "bfloat16")
+    return config_json(model_of(run), rows=run.facts.shape.vocab_size, dtype=stored.dtype if stored else "bfloat16")

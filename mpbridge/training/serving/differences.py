@@ -25,7 +25,7 @@ from mpbridge.training.serving.cast import ServedWeights, TrainedWith, values
 from mpbridge.training.serving.causes import Source, explanations
 from mpbridge.training.serving.convert import opened
 from mpbridge.training.serving.export import Export
-from mpbridge.training.serving.files import DTYPES, SPELLING, bad_values
+from mpbridge.training.serving.files import DTYPES, SPELLING, apart, bad_values
 
 KINDS = ("missing", "invalid", "shape", "config", "scales", "group", "bytes", "list", "engine", "extra")
 """What can be wrong, worst first: for equal kinds the larger error of values comes first."""
@@ -125,21 +125,24 @@ class Comparison:
             yield from self._high(one, held)
             return
         whole = self.export.read(one, main=self.served.from_main(one))
-        wanted = self.served.parts(one, whole)
+        exactly = self.same_scaling and not self.misfits
+        parts = self.served.parts(one, whole) if exactly else {}
+        trained = [part.values for part in parts.values()] or apart(
+            self.served.values(one, whole), one.layout, self.export.shape
+        )
         errors: dict[str, float] = {}
-        for name, size in one.parts:
+        for (name, size), wanted in zip(one.parts, trained, strict=True):
             module = name.removesuffix(".weight")
             faults = list(shape_faults(module, size, held, self.row))
             yield from faults
             if not faults:
-                errors[module] = _error(read_values(module, held, self.row), wanted[module].values)
-        exactly = self.same_scaling and not self.misfits
+                errors[module] = _error(read_values(module, held, self.row), wanted)
         compared = [module for module in errors if exactly and not is_plain(module, held)]
         for module in errors.keys() - set(compared):
             now = "in high precision" if self.row is None or is_plain(module, held) else f"as {self.row.name}"
             was = self.served.rules[one.name].row.words
             yield Difference(module, "bytes", f"trained in {was}, served {now}", errors[module])
-        exact = self.served.named(wanted) if compared else {}
+        exact = self.served.named(parts) if compared else {}
         wrong = [module for module in compared if not _same(module, held, exact)]
         cause = self._cause(one, whole, held, exact, wrong) if wrong else ""
         for module in wrong:
@@ -152,8 +155,8 @@ class Comparison:
             tensor = held.get(name)
             module = name.removesuffix(".weight")
             if tensor is None or tensor.dtype not in PLAIN:
-                now = read_values(module, held, self.row) if self.row else None
-                error = _error(now, wanted.float()) if now is not None and now.shape == wanted.shape else 1.0
+                sound = not any(shape_faults(module, wanted.shape, held, self.row))
+                error = _error(read_values(module, held, self.row), wanted.float()) if sound else 1.0
                 why = "no engine reads it so" if module.endswith(UNREAD) else "training kept it in high precision"
                 yield Difference(module, "bytes", f"stored quantized; {why}", error)
             elif tensor.shape != wanted.shape:

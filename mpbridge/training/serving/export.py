@@ -88,8 +88,6 @@ class Export:
         family = family_of(config)
         self.rows = rows = int(config["vocab_size"])
         self.casting: Served | None = None
-        self.unsound: list[str] = []
-        """What is written although it is not finite."""
         self.merge: Any = None
         """`merge.Merge`, where adapters are added to the weights of their base."""
         self.family, self.narrow = family, dict(origin.get("narrower") or {})
@@ -120,12 +118,13 @@ class Export:
             for one in self.wanted:
                 if shards.wants(sizes[one.name]) or (self.merge is not None and self.merge.covers(one)):
                     for name, tensor in self._tensors(one):
+                        if bad := bad_values(tensor):
+                            given.notes.append(f"{name} {bad}: the model computes with them")
                         shards.put(name, tensor)
             shards.index()
-            given.notes += self.unsound
             quantization = None
             if self.casting is not None:
-                quantization = self.casting.finish(folder, {name: shards.facts[name] for name in plan}, self.merge)
+                quantization = self.casting.finish(folder, {name: shards.facts[name] for name in plan})
                 given.notes += self.casting.notes
             if self.merge is not None:
                 given.merged = self.merge.facts()
@@ -146,11 +145,9 @@ class Export:
         """What a parameter becomes. Raises Refused for one to be quantized whose values are not finite: codes and scales stand for none of them."""
         casting = self.casting if self.casting is not None and self.casting.covers(one) else None
         whole = self.read(one, main=casting is not None and casting.from_main(one))
-        if bad := bad_values(whole):
-            if casting is not None:
-                raise Refused(f"{one.name} {bad}, expected finite ones: convert an earlier checkpoint")
-            self.unsound.append(f"{one.name} {bad}: the model computes with them")
         if casting is not None:
+            if bad := bad_values(whole):
+                raise Refused(f"{one.name} {bad}, expected finite ones: convert an earlier checkpoint")
             parts = casting.parts(one, whole)
             if self.merge is not None:
                 self.merge.count(one, [part.values for part in parts.values()])

@@ -20,7 +20,7 @@ from mpbridge.common.facts import ModelShape
 from mpbridge.common.files import Locked, ProgressCallback, lock, read_json
 from mpbridge.common.shipped import install
 from mpbridge.settings.huggingface.folder import BYTES, INDEX, SINGLE, FolderTensor, header
-from mpbridge.settings.huggingface.served import FORMATS, FP8
+from mpbridge.settings.huggingface.served import BLOCK_SCALE, FP8
 from mpbridge.settings.huggingface.tensors import Mapped, PartLayout
 from mpbridge.training.checkpoint.store import write_whole
 
@@ -34,8 +34,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 SPELLED: Mapping[str, torch.dtype] = {**DTYPES, "U8": torch.uint8, FP8: torch.float8_e4m3fn}
 """The same, of every tensor that is written."""
 SPELLING: Mapping[torch.dtype, str] = {dtype: name for name, dtype in SPELLED.items()}
-SCALE = next(row.scale for row in FORMATS if row.method == "fp8").removeprefix("weight")
-"""Suffix of an FP8 weight's name that gives the name of its block scales."""
 _NO_WEIGHTS = ("rotary_emb.inv_freq",)
 """Suffixes of buffers that old folders contain and every program recomputes."""
 MOST = 10
@@ -78,7 +76,7 @@ class FolderReader(ExitStack):
         raw = self.raw(name)
         if not self.is_quantized(name):
             return raw
-        values = widened(raw, self.raw(name + SCALE), (self.block[0], self.block[1]))
+        values = widened(raw, self.raw(name + BLOCK_SCALE), (self.block[0], self.block[1]))
         return values if wide else values.to(self.dtype)
 
     def raw(self, name: str) -> torch.Tensor:
@@ -101,7 +99,7 @@ def check(
     shapes = {name: shape for one in wanted for name, shape in one.parts}
     known = shapes | {name: shapes[original] for name, original in copied.items()}
     faults = _several("missing", [name for name in shapes if name not in held])
-    scales = {name + SCALE for name, stored in held.items() if stored.dtype == FP8}
+    scales = {name + BLOCK_SCALE for name, stored in held.items() if stored.dtype == FP8}
     strangers = sorted(name for name in held.keys() - known.keys() - scales if not name.endswith(_NO_WEIGHTS))
     faults += _several("not part of the model that config.json describes", strangers)
     for name, stored in held.items():
@@ -110,7 +108,7 @@ def check(
         if name in known and stored.dtype not in DTYPES and stored.dtype != FP8:
             faults.append(f"{name} is {stored.dtype}, expected one of {', '.join((*DTYPES, FP8))}")
         if name in known and stored.dtype == FP8:
-            faults += _scale_faults(name, stored, held.get(name + SCALE), block)
+            faults += _scale_faults(name, stored, held.get(name + BLOCK_SCALE), block)
     if faults:
         more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
         raise Contradiction([*faults[:MOST], *more], subject="the weights do not match config.json's model")
@@ -118,12 +116,12 @@ def check(
 
 def _scale_faults(name: str, stored: FolderTensor, scale: FolderTensor | None, block: Sequence[int]) -> list[str]:
     if scale is None:
-        return [f"{name} is FP8, but {name}{SCALE} is missing"]
+        return [f"{name} is FP8, but {name}{BLOCK_SCALE} is missing"]
     if len(stored.shape) != 2:
         return [f"{name} is FP8, but has {len(stored.shape)} axes, expected 2"]
     blocks = tuple(-(-side // length) for side, length in zip(stored.shape, block, strict=True))
     if scale.shape != blocks:
-        return [f"{name}{SCALE} is {list(scale.shape)}, expected {list(blocks)} for blocks of {list(block)}"]
+        return [f"{name}{BLOCK_SCALE} is {list(scale.shape)}, expected {list(blocks)} for blocks of {list(block)}"]
     return []
 
 
@@ -246,13 +244,13 @@ class Shards:
     ) -> None:
         for handle, _ in self._open.values():
             os.close(handle)
-        self._lock.close()
         if error is None:
             for name in (LOCK, JOURNAL):
                 (self.folder / name).unlink(missing_ok=True)
         elif isinstance(error, Refused):  # as it will be again: nothing is kept to go on from
             for entry in self.folder.iterdir():
                 entry.unlink()
+        self._lock.close()
 
     def wants(self, names: Iterable[str]) -> bool:
         """Whether one of the tensors has not been written."""

@@ -87,7 +87,8 @@ def examine(
         entries, two = listed(quantization, row)
         report.found += [Difference("ignored_layers", "list", two)] if two else []
         kept = modules | ({} if "lm_head" in modules else {"lm_head": False})
-        for name, text in list_faults(entries, kept, row.method, engines):
+        # of two lists that differ each engine takes another
+        for name, text in list_faults(entries, kept, row.method, () if two else engines):
             report.found.append(Difference(name, "list", text))
         readers = row.read_by(name for name, low in modules.items() if low)
         for engine in set(engines) - set(readers):
@@ -98,6 +99,7 @@ def examine(
     with FolderReader(folder, held, {}) as reader:
         _read(report, reader, row, config, quantization, contract, run, recipe, target, told)
     if run is None:
+        report.notes += contract.get("notes", []) if contract else []
         report.notes.append("not compared with training: name its checkpoint with --run")
         report.notes += [] if contract else [f"there is no {FILE}, so changed bytes are not noticed"]
     report.found.sort(key=lambda one: one.weight)
@@ -124,8 +126,9 @@ def _quantization(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, An
         faults.append(Difference(LEGACY, "list", "lists other modules in high precision than config.json"))
     here, there = settings_of(given), settings_of(theirs)
     for name in ("quant_algo", "group_size", "key-value cache"):
-        if here.get(name) != there.get(name):
-            said = f"says {name} {there.get(name, 'absent')}, and config.json {here.get(name, 'absent')}: engines read one or the other"
+        our, other = (said.get(name, "absent") for said in (here, there))
+        if our != other and (name == "key-value cache" or "absent" not in (our, other)):
+            said = f"says {name} {other}, and config.json {our}: engines read one or the other, so both have to say the same"
             faults.append(Difference(LEGACY, "config", said))
     return given, faults
 
@@ -181,7 +184,9 @@ def _input_scales(
         yield from (Difference(f"{module}.{name}", "missing", said) for module in low if module not in has[name])
 
 
-def _config_faults(comparison: Comparison, config: Mapping[str, Any]) -> Iterator[Difference]:
+def _config_faults(
+    comparison: Comparison, config: Mapping[str, Any], held: Mapping[str, FolderTensor]
+) -> Iterator[Difference]:
     """What config.json says of the model that is not the run's: an engine computes something else from the same weights."""
     export = comparison.export
     try:
@@ -190,13 +195,14 @@ def _config_faults(comparison: Comparison, config: Mapping[str, Any]) -> Iterato
         )
     except Contradiction as error:
         yield from (Difference("config.json", "config", fault) for fault in error.faults)
-    wanted = {
-        export.run.policy.compute.value,
-        *(str(export.read(one, meta=True).dtype)[6:] for one in export.wanted[:1]),
-    }
+    embedding = export.wanted[0]
+    stored = held.get(embedding.parts[0][0])
+    known = (export.read(embedding, meta=True).dtype, DTYPES.get(stored.dtype) if stored else None)
+    wanted = {export.run.policy.compute.value, *(str(one)[6:] for one in known if one)}
     for name in ("dtype", "torch_dtype"):
-        if name in config and config[name] not in wanted:
-            text = f"{name} is {config[name]}, expected {' or '.join(sorted(wanted))}: an engine computes in it"
+        said = str(config.get(name) or "").removeprefix("torch.")
+        if isinstance(getattr(torch, said, None), torch.dtype) and said not in wanted:
+            text = f"{name} is {said}, expected {' or '.join(sorted(wanted))}: an engine computes in it"
             yield Difference("config.json", "config", text)
 
 
@@ -235,7 +241,7 @@ def _read(
             done += reader.held[name].bytes
             told(done, total)
         if comparison is not None:
-            report.found += [*comparison.end(), *_config_faults(comparison, config)]
+            report.found += [*comparison.end(), *_config_faults(comparison, config, reader.held)]
             report.notes += comparison.served.notes
             report.recipe, policy = comparison.training.recipe, comparison.training.policy
             if contract is not None and contract.get("fingerprint") != policy.fingerprint():

@@ -146,7 +146,7 @@ def _served_weights(
                 loaded = {at: reader.raw(at) for at in its}
                 try:
                     values.append(read_values(module, loaded, row) if module != name else reader.raw(name))
-                except (KeyError, AssertionError, RuntimeError):
+                except (KeyError, AssertionError, RuntimeError, BadValue):
                     raise BadValue(f"{folder}: {name} cannot be read (mpbridge contract {folder} says why)") from None
                 got = tuple(values[-1].shape)
                 # a folder's embedding is without the rows that pad the vocabulary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mpbridge.common.files import lock
 from mpbridge.training.checkpoint.store import locate
@@ -127,6 +128,24 @@ def recipe_of(root: Path, scaling: str) -> str:
 def serve(path: Path, target: Path, method: str, recipe: str | None = None) -> Path:
     """A served folder of that checkpoint."""
     return to_folder(path, target, method=method, recipe=recipe).path
+
+
+_FOLDERS: dict[tuple[Path, str, str], tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
+
+
+def served(path: Path, method: str, recipe: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and config of a served folder."""
+    if (path, method, recipe) not in _FOLDERS:
+        folder = serve(path, path.parent / f"{len(_FOLDERS)}", method, recipe)
+        config = json.loads((folder / "config.json").read_text())
+        _FOLDERS[path, method, recipe] = load_file(folder / "model.safetensors"), config
+    held, config = _FOLDERS[path, method, recipe]
+    return {name: tensor.clone() for name, tensor in held.items()}, json.loads(json.dumps(config))
+
+
+def put(folder: Path, held: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(held, folder / "model.safetensors")
 
 
 def after(count: int, number: int) -> Callable[[int, int], None]:

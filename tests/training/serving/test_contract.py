@@ -22,6 +22,7 @@ from mpbridge.training.serving.differences import differences
 from mpbridge.training.serving.folder import examine
 from tests.training.serving import models
 from tests.training.serving.bugs import BUGS, CT, L0, MO, Bug, Held, fp32_blocks, nothing
+from tests.training.serving.models import put, served
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +33,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def path(root: Path) -> Path:
     return models.checkpoints(root, "llama")
-
-
-_FOLDERS: dict[tuple[Path, str, str], tuple[Held, dict[str, Any]]] = {}
-
-
-def served(path: Path, method: str, recipe: str) -> tuple[Held, dict[str, Any]]:
-    """Tensors and config of a served folder."""
-    if (path, method, recipe) not in _FOLDERS:
-        folder = models.serve(path, path.parent / f"{len(_FOLDERS)}", method, recipe)
-        config = json.loads((folder / "config.json").read_text())
-        _FOLDERS[path, method, recipe] = load_file(folder / "model.safetensors"), config
-    held, config = _FOLDERS[path, method, recipe]
-    return {name: tensor.clone() for name, tensor in held.items()}, json.loads(json.dumps(config))
-
-
-def put(folder: Path, held: Held, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(held, folder / "model.safetensors")
 
 
 def unserved(path: Path, recipe: str) -> tuple[Held, dict[str, Any]]:

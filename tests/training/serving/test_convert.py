@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from mpbridge.cli.main import main
-from mpbridge.common.errors import BadValue, CheckpointError
+from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.common.facts import Parallel
+from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.served import FORMATS, misfits
-from mpbridge.training.serving.cast import Served
-from mpbridge.training.serving.convert import opened, to_folder
+from mpbridge.training.serving.cast import Served, ServedWeights, TrainedWith, values
+from mpbridge.training.serving.convert import opened, to_checkpoint, to_folder
 from mpbridge.training.serving.files import Shards, planned
 from mpbridge.training.serving.folder import examine
 from tests.training.serving import folders, models
@@ -90,7 +91,7 @@ def test_fused_linears_share_the_scales_of_the_whole(path: Path, tmp_path: Path)
 
 def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) -> None:
     with opened(path) as export:
-        made = Served(path, export.run, export.wanted, "compressed-tensors", models.RECIPES["tensorwise"])
+        made = Served(path, export, "compressed-tensors", models.RECIPES["tensorwise"])
     one = next(cast.one for cast in made.training.found if cast.one.name == "decoder.layers.1.mlp.linear_fc1.weight")
     gate, up = (models.weights()[f"model.layers.1.mlp.{part}_proj.weight"].float() for part in ("gate", "up"))
     found = made.named(made.parts(one, torch.cat([gate, up]).bfloat16(), split=2))
@@ -168,13 +169,57 @@ def test_weights_that_are_not_finite_are_refused_or_said(tmp_path: Path, capsys:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["bf16", "run"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert said in out
-    assert "decoder.final_layernorm.weight has 1 of 256 values" in out
+    assert "model.layers.1.mlp.down_proj.weight has 1 of 98,304 values that are not finite" in out
+    assert "model.norm.weight has 1 of 256 values" in out
     # two NaNs of the same bits are the same value, and no less invalid
     assert {(one.name, one.kind) for one in examine(tmp_path / "out", path).found} == {
         ("model.layers.1.mlp.down_proj.weight", "invalid"),
         ("model.norm.weight", "invalid"),
     }
+
+
+def test_what_is_written_is_judged_and_not_what_it_is_cast_from(tmp_path: Path) -> None:
+    given = models.weights()
+    given["model.norm.weight"][3] = 1e5  # FP16 ends at 65504
+    path = folders.convert(folders.write(tmp_path / "bf16", models.CONFIG, given), tmp_path / "run").path
+    said = "model.norm.weight has 1 of 256 values that are not finite: the model computes with them"
+    assert to_folder(path, tmp_path / "fp16", dtype="float16").notes == [said]
+    assert to_folder(path, tmp_path / "plain").notes == []
+
+
+def test_a_run_under_other_settings_is_not_served_with_its_folders_config(tmp_path: Path) -> None:
+    place = folders.write(tmp_path / "bf16", models.CONFIG, models.weights())
+    path = to_checkpoint(place, tmp_path / "run", folders.run_of(place, "model.rotary_base=5")).path
+    with pytest.raises(Contradiction, match=r"model.rotary_base=5.0: config.json of llama says 10000"):
+        to_folder(path, tmp_path / "out")
+    place = folders.write(tmp_path / "like", models.CONFIG | {"rope_theta": 5.0}, {})
+    assert (
+        json.loads((to_folder(path, tmp_path / "out", like=place).path / "config.json").read_text())["rope_theta"] == 5
+    )
+
+
+@pytest.mark.parametrize(("scaling", "bound"), [("mxfp8", 2**-4), ("tensorwise", 2**-4), ("nvfp4", 2**-2)])
+def test_the_values_of_a_parameter_are_those_of_each_ranks_share(scaling: str, bound: float, tmp_path: Path) -> None:
+    """Two ranks of 176 columns: five blocks of 32 and a half. Half the distance of two codes bounds the error, of a rank's own scale alone."""
+    given, wide = models.weights(), models.CONFIG | {"intermediate_size": 352}
+    given |= {name: one[:352] for name, one in given.items() if one.shape == (384, 256)}
+    given |= {name: one[:, :352] for name, one in given.items() if one.shape == (256, 384)}
+    for name in (name for name in given if "down_proj" in name):
+        given[name] = torch.cat([given[name][:, :176], given[name][:, 176:] * 256], 1)
+    place = folders.write(tmp_path / "bf16", wide, {name: one.contiguous() for name, one in given.items()})
+    container = ConfigContainer.load(f"hf:{place}", ["parallel.tensor_model_parallel_size=2"])
+    path = to_checkpoint(place, tmp_path / "run", container.resolved(2, training=False)).path
+    with opened(path) as export:
+        served = ServedWeights(TrainedWith.of(path, export.run, export.wanted, models.RECIPES[scaling]), None)
+        (one,) = (one for one in export.wanted if one.name == "decoder.layers.1.mlp.linear_fc2.weight")
+        whole = export.read(one).float()
+        for half, share in zip(served.values(one, export.read(one)).chunk(2, 1), whole.chunk(2, 1), strict=True):
+            assert float((half - share).norm() / share.norm()) < bound
+
+
+def test_scales_that_fit_no_block_are_refused() -> None:
+    with pytest.raises(BadValue, match=r"scales \[4, 12\] of codes \[4, 352\]: expected one for each row"):
+        values(torch.zeros(4, 352).to(torch.float8_e4m3fn), torch.ones(4, 12))
 
 
 def test_config_json_has_the_dtype_of_what_is_not_quantized(tmp_path: Path) -> None:
@@ -202,9 +247,7 @@ def test_a_place_that_a_folder_cannot_replace_is_refused_before_anything_is_writ
     else:
         target.symlink_to(tmp_path / ("real" if kind == "a link" else "nowhere"))
     done: list[int] = []
-    with pytest.raises(
-        BadValue, match=r"out is a (symbolic link|mount point), which the finished folder cannot replace"
-    ):
+    with pytest.raises(BadValue, match="out already exists, a link or a mount point: expected a new folder"):
         to_folder(path, target, told=lambda count, total: done.append(count))
     assert not done
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out", "real"]

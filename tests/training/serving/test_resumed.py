@@ -7,12 +7,15 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mpbridge.cli.main import main
-from mpbridge.common.errors import BadValue, CheckpointError
+from mpbridge.common.errors import BadValue, CheckpointError, Refused
 from mpbridge.training.serving import files
 from mpbridge.training.serving.convert import to_folder
 from tests.forked import Forked
@@ -156,3 +159,15 @@ def test_the_command_says_how_to_go_on(
     assert "the same command goes on from there" in capsys.readouterr().err
     assert main(command) == 0
     assert main(["contract", str(tmp_path / "out"), "--run", str(path), "--recipe", RECIPE]) == 0
+
+
+@pytest.mark.parametrize("error", [None, Refused("no")], ids=["written", "refused"])
+def test_the_lock_is_held_until_the_files_beside_are_gone(error: Exception | None, tmp_path: Path) -> None:
+    left: list[list[str]] = []
+    shards = files.Shards(tmp_path, files.planned([("a", "F32", (2,))]), "x", lambda done, total: None)
+    own, shards._lock = shards._lock, SimpleNamespace(close=lambda: left.append(os.listdir(tmp_path)))  # type: ignore[assignment]
+    with own, suppress(Refused), shards:
+        shards.put("a", torch.ones(2))
+        if error:
+            raise error
+    assert left == [[] if error else ["model.safetensors"]]
