@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -174,11 +175,13 @@ class Parallel:
     sequence: bool = False
 
     def __post_init__(self) -> None:
-        need = self.tensor * self.pipeline * self.context
-        if self.world_size % need:
-            raise BadValue(
-                f"{self.world_size} processes cannot be divided into tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} = {need}"
-            )
+        kinds = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
+        experts = {"expert tensor": self.expert_width, "expert": self.expert, "pipeline": self.pipeline}
+        for sizes in (kinds, experts):  # parallel_state.py builds a grid of ranks from each
+            need = math.prod(sizes.values())
+            if self.world_size % need:
+                words = " x ".join(f"{kind} {size}" for kind, size in sizes.items())
+                raise BadValue(f"{self.world_size} processes cannot be divided into {words} = {need}")
 
     @property
     def data(self) -> int:
@@ -193,7 +196,7 @@ class Parallel:
     @property
     def expert_data(self) -> int:
         """Number of replicas of each expert's weights."""
-        return max(1, self.world_size // (self.expert_width * self.expert * self.pipeline))
+        return self.world_size // (self.expert_width * self.expert * self.pipeline)
 
     def replicas(self, *, expert: bool) -> int:
         """Number of ranks that share the optimizer state of a weight. expert: whether it is an expert's."""

@@ -131,7 +131,9 @@ class Draft:
             inputs["model"] = {"is_hybrid_model": True, "num_layers": len(pattern)} | inputs["model"]
         model = filled("model", inputs["model"])
         self._add(shape_faults(model))
-        parallel = self._tried("parallel: ", lambda: parallel_of(sizes, world_size))
+        parallel = self._tried(
+            "parallel: ", lambda: parallel_of(sizes, world_size, model.get("pipeline_model_parallel_layout"))
+        )
         if parallel is not None and "global_batch_size" not in self.given["train"]:
             train["global_batch_size"] = fitting_batch(train, parallel)
         rows, seq, most = lengths(model, data, parallel.tensor if parallel else 1, self.faults)

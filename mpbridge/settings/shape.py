@@ -8,6 +8,7 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import MOST, PARTS, SIZES, ModelShape, Parallel
+from mpbridge.planning.memory.ranks import virtual_stages
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.settings.huggingface.written import mixtures
 from mpbridge.settings.sections import GPT, LORA, LORA_TARGETS, YARN
@@ -182,10 +183,12 @@ def smallest_world(sizes: Mapping[str, Any]) -> int:
     return math.lcm(tensor * pipeline * context, (sizes["expert_tensor_parallel_size"] or tensor) * expert * pipeline)
 
 
-def parallel_of(sizes: Mapping[str, Any], world_size: int) -> Parallel:
-    """The parallel section (defaults filled in) in a world of that size. Raises BadValue if it does not fit."""
+def parallel_of(sizes: Mapping[str, Any], world_size: int, layout: Any) -> Parallel:
+    """The parallel section (defaults filled in) in a world of that size, and the virtual stages that the model's layout on stages implies where the section
+    names none: groups must be made for them. Raises BadValue if it does not fit."""
+    implied = virtual_stages(layout, sizes["pipeline_model_parallel_size"])
     return Parallel(
         world_size=world_size, tensor=sizes["tensor_model_parallel_size"], pipeline=sizes["pipeline_model_parallel_size"],
-        virtual_pipeline=sizes["virtual_pipeline_model_parallel_size"], context=sizes["context_parallel_size"],
+        virtual_pipeline=sizes["virtual_pipeline_model_parallel_size"] or implied, context=sizes["context_parallel_size"],
         expert=sizes["expert_model_parallel_size"], expert_tensor=sizes["expert_tensor_parallel_size"], sequence=sizes["sequence_parallel"],
     )  # fmt: skip

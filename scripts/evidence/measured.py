@@ -123,9 +123,9 @@ def _virtual(args: dict[str, Any], pipeline: int) -> int | None:
         return int(args["num-virtual-stages-per-pipeline-rank"])
     layout = args.get("pipeline-model-parallel-layout")
     if layout:
-        from mpbridge.planning.memory.ranks import parse_layout
+        from mpbridge.planning.memory.ranks import virtual_stages
 
-        return len(parse_layout(layout)) // pipeline if len(parse_layout(layout)) > pipeline else None
+        return virtual_stages(layout, pipeline)
     each = args.get("num-layers-per-virtual-pipeline-stage")
     return args["num-layers"] // pipeline // each if each else None
 

@@ -138,7 +138,11 @@ def _parallel(model: Any) -> Parallel:
     group = torch.distributed
     there = group.is_available() and group.is_initialized()
     world = group.get_world_size() if there else int(os.environ.get("WORLD_SIZE", "1"))
-    return Parallel(world_size=world, **sizes, sequence=bool(getattr(model, "sequence_parallel", False)))
+    rest = {
+        name: getattr(model, f"{field}_parallel_size", None)
+        for name, field in {"virtual_pipeline": "virtual_pipeline_model", "expert_tensor": "expert_tensor"}.items()
+    }
+    return Parallel(world_size=world, **sizes, **rest, sequence=bool(getattr(model, "sequence_parallel", False)))
 
 
 def _bridges(container: Any, policy: PrecisionPolicy, recipe: AnyRecipe) -> Iterator[str]:

@@ -183,7 +183,8 @@ def _parallel(config: Any) -> Parallel:
     sizes: dict[str, Any] = {
         name: int(getattr(config, f"{field}_parallel_size", 1) or 1) for name, field in fields.items()
     }
-    return Parallel(world_size=world_size(), **sizes)
+    width = getattr(config, "expert_tensor_parallel_size", None)
+    return Parallel(world_size=world_size(), **sizes, expert_tensor=width)
 
 
 class _Sharded(CoreLoop):

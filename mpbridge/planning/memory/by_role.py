@@ -3,14 +3,16 @@ it needs more or less than with bf16_mixed."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
-from mpbridge.common.facts import Parallel, RunFacts
+from mpbridge.common.errors import BadValue
+from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables import size as as_text
@@ -21,7 +23,7 @@ from mpbridge.planning.memory.keeps import MOMENTS, keeps_of
 from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
 from mpbridge.planning.memory.overheads import Overhead, outside, overheads, states_counted
-from mpbridge.planning.memory.ranks import Coordinates
+from mpbridge.planning.memory.ranks import Coordinates, undivided
 from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipe
@@ -223,25 +225,27 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> Iterator[tuple[str,
         yield "model.bias_activation_fusion=true", policy, replace(run, model=model)
     if run.micro_batch_size > 1:
         yield "train.micro_batch_size=1", policy, replace(run, micro_batch_size=1)
-    for words, sizes in _layouts(run):
-        # a placement of layers on stages is valid only for that number of stages
-        kept = sizes.pipeline == parallel.pipeline
-        yield words, policy, replace(run, parallel=sizes) if kept else unsplit(run, sizes)
+    for words, changed in _layouts(run):
+        with contextlib.suppress(BadValue):  # the world is no multiple of them
+            sizes = replace(parallel, **changed)
+            # a placement of layers on stages is valid only for that number of stages
+            other = unsplit(run, sizes) if "pipeline" in changed else replace(run, parallel=sizes)
+            if not undivided(other):
+                yield words, policy, other
 
 
-def _layouts(run: RunFacts) -> Iterator[tuple[str, Parallel]]:
-    """Larger tensor, pipeline or expert parallelism in a world of the same size."""
+def _layouts(run: RunFacts) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(settings, what they change) for twice the tensor, pipeline or expert parallelism."""
     sizes, shape = run.parallel, run.shape
     tensor, pipeline, expert = sizes.tensor * 2, sizes.pipeline * 2, sizes.expert * 2
-    split = (shape.num_attention_heads, shape.vocab_size, shape.ffn_hidden_size)
-    if sizes.data % 2 == 0 and tensor <= 8 and not any(size % tensor for size in split):
+    if tensor <= 8:
         words = f"parallel.tensor_model_parallel_size={tensor} parallel.sequence_parallel=true"
-        yield words, replace(sizes, tensor=tensor, sequence=True)
-    if sizes.data % 2 == 0 and shape.num_layers % pipeline == 0:
+        yield words, {"tensor": tensor, "sequence": True}
+    if shape.num_layers % pipeline == 0:
         words = f"parallel.pipeline_model_parallel_size={pipeline}"
-        yield words, replace(sizes, pipeline=pipeline, virtual_pipeline=None)
-    if shape.experts and shape.experts % expert == 0 and sizes.expert_data % 2 == 0:
-        yield f"parallel.expert_model_parallel_size={expert}", replace(sizes, expert=expert)
+        yield words, {"pipeline": pipeline, "virtual_pipeline": None}
+    if shape.experts:
+        yield f"parallel.expert_model_parallel_size={expert}", {"expert": expert}
 
 
 REFERENCE = "bf16_mixed"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
@@ -80,52 +80,70 @@ class _Split(NamedTuple):
     layers: int
     stages: int
     virtual: int
-    mtp: bool
+    mtp: int
     first: int | None
     last: int | None
     embedding: int
     """1: the embedding counts as a layer."""
     loss: int
-    layout: str | tuple[tuple[str, ...], ...] | None
+    layout: tuple[tuple[str, ...], ...] | None
+    """As `parse_layout` returns it."""
 
 
 def stage_chunks(run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
     """The chunks of each pipeline stage. Raises BadValue if the layers cannot be divided as requested."""
     model, parallel = run.model, run.parallel
     layout = model.get("pipeline_model_parallel_layout")
-    if layout and not isinstance(layout, str):
-        layout = tuple(tuple(str(kind).rpartition(".")[2] for kind in row) for row in layout)
     return _placed(
         _Split(
             layers=run.shape.num_layers,
             stages=parallel.pipeline,
             virtual=(parallel.virtual_pipeline or 1) if parallel.pipeline > 1 else 1,
-            mtp=run.shape.mtp_layers > 0,
+            mtp=run.shape.mtp_layers,
             first=model.get("num_layers_in_first_pipeline_stage"),
             last=model.get("num_layers_in_last_pipeline_stage"),
             embedding=int(bool(model.get("account_for_embedding_in_pipeline_split"))),
             loss=int(bool(model.get("account_for_loss_in_pipeline_split"))),
-            layout=layout or None,
+            layout=tuple(map(tuple, parse_layout(layout))) if layout else None,
         )
     )
 
 
 @functools.lru_cache(maxsize=256)
 def _placed(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
-    layout = split.layout
-    rows: Sequence[Sequence[str]] = parse_layout(layout) if isinstance(layout, str) else layout or _evenly(split)
+    rows: Sequence[Sequence[str]] = split.layout or _evenly(split)
+    if split.layout and (faults := list(_misplaced(split, split.layout))):
+        raise BadValue(f"pipeline_model_parallel_layout {'; '.join(faults)}")
     stages, start = split.stages, 0
-    if len(rows) % stages:
-        raise BadValue(f"pipeline_model_parallel_layout has {len(rows)} parts, not a multiple of {stages} stages")
     found: list[list[Chunk]] = [[] for _ in range(stages)]
     for index, row in enumerate(rows):
         end = start + row.count("decoder")
         parts = {"first": "embedding" in row, "last": "loss" in row, "mtp": "mtp" in row}
         found[index % stages].append(Chunk(layers=tuple(range(start, end)), **parts))
         start = end
-    if layout and start != split.layers:
-        raise BadValue(f"pipeline_model_parallel_layout places {start} layers, the model has {split.layers}")
     return tuple(map(tuple, found))
+
+
+def _misplaced(split: _Split, rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """What megatron-core refuses about a layout, and a number of parts for which its groups were not made (pipeline_parallel_layer_layout.py)."""
+    flat, parts = [kind for row in rows for kind in row], split.stages * split.virtual
+    ahead = [index for index, row in enumerate(rows) if "mtp" in row]
+    if len(rows) != parts:
+        yield f"has {len(rows)} parts, expected {parts}: {split.stages} stages x {split.virtual} virtual"
+    for letter, kind, count in (
+        ("E", "embedding", 1),
+        ("t", "decoder", split.layers),
+        ("m", "mtp", split.mtp),
+        ("L", "loss", 1),
+    ):
+        if flat.count(kind) != count:
+            yield f"places {flat.count(kind)} {kind} ({letter}), expected {count}"
+    if flat[:1] != ["embedding"] or flat[-1:] != ["loss"]:
+        yield "must begin with E and end with L"
+    if "mtp" in flat and "decoder" in flat[flat.index("mtp") :]:
+        yield "has a t behind an m: prediction layers follow all others"
+    if len(ahead) > 1 or any(index < len(rows) - split.stages for index in ahead):
+        yield "must have every m in one part, the last one of its stage"
 
 
 def _evenly(split: _Split) -> list[list[str]]:
@@ -173,9 +191,11 @@ def _counts(split: _Split) -> list[int]:
     return counts
 
 
-def parse_layout(text: str) -> list[list[str]]:
-    """Kinds of layers per (virtual) stage, from megatron-core's pipeline_model_parallel_layout notation, as in "Et*2|(tt|)*3tmL". Raises BadValue."""
-    flat = text.replace(",", "")
+def parse_layout(layout: str | Iterable[Iterable[Any]]) -> list[list[str]]:
+    """Kinds of layers per (virtual) stage, from lists of them or megatron-core's pipeline_model_parallel_layout notation, as in "Et*2|(tt|)*3tmL". Raises BadValue."""
+    if not isinstance(layout, str):
+        return [[str(kind).rpartition(".")[2] for kind in row] for row in layout]
+    text, flat = layout, layout.replace(",", "")
     flat = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
     flat = re.sub(r"(.)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
     unknown = sorted(set(flat) - set(_KINDS) - {"|"})
@@ -184,6 +204,12 @@ def parse_layout(text: str) -> list[list[str]]:
             f"pipeline_model_parallel_layout={text!r} has {', '.join(map(repr, unknown))} (expected E, t, m, L, '|', 'x*3' and '(..)*3')"
         )
     return [[_KINDS[letter] for letter in stage] for stage in flat.split("|")]
+
+
+def virtual_stages(layout: Any, stages: int) -> int | None:
+    """Virtual stages that a pipeline_model_parallel_layout (None: there is none) implies, as TransformerConfig sets them; None: no interleaving. Raises BadValue."""
+    parts = len(parse_layout(layout)) if layout else 1
+    return parts // stages if parts > stages else None
 
 
 def batches(run: RunFacts) -> int:
@@ -232,19 +258,21 @@ def undivided(run: RunFacts) -> str:
     """Sizes that are no multiple of the number of ranks that they are split over, as text; empty if there are none."""
     shape, sizes = run.shape, run.parallel
     groups, own = shape.num_query_groups, shape.sizes
+    dense = any("mlp" in shape.parts(layer) for layer in range(shape.num_layers))
     apart = groups % sizes.tensor and sizes.tensor % groups  # groups may also be shared by whole ranks
     wrong = [
         f"{name} {size} by {by} {ranks}"
         for name, size, by, ranks in (
             ("num_attention_heads", shape.num_attention_heads, "tensor", sizes.tensor),
             ("num_query_groups", groups if apart else 0, "tensor", sizes.tensor),
-            ("ffn_hidden_size", shape.ffn_hidden_size, "tensor", sizes.tensor),
+            ("ffn_hidden_size", shape.ffn_hidden_size if dense else 0, "tensor", sizes.tensor),
             *((name, size, "tensor", sizes.tensor) for name, size in own.items() if "_num_" in name),
             ("vocab_size", shape.vocab_size, "tensor", sizes.tensor),
             ("num_moe_experts", shape.experts or 0, "expert", sizes.expert),
             ("moe_ffn_hidden_size", shape.expert_ffn_hidden_size, "expert tensor", sizes.expert_width),
             ("moe_shared_expert_intermediate_size", shape.shared_expert_size, "tensor", sizes.tensor),
             ("seq_length", shape.seq_length, "2 x context", 2 * sizes.context if sizes.context > 1 else 1),
+            ("seq_length", shape.seq_length, "context x tensor", sizes.context * sizes.sequence_width),
         )
         if size % ranks
     ]

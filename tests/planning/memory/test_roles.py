@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 
 import pytest
@@ -13,6 +15,8 @@ from mpbridge.planning.memory.ranks import Coordinates, parse_layout, stage_chun
 from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.settings.draft import filled
+from mpbridge.settings.shape import parallel_of
 from tests.planning.memory.live_roles import differences
 
 ONE = [
@@ -104,12 +108,57 @@ def test_layout_strings_read_as_megatron_core_reads_them():
 
 def test_a_layout_that_loses_layers_is_refused():
     for stages, model, said in (
-        (2, {"pipeline_model_parallel_layout": "Et|tL"}, "places 2 layers, the model has 4"),
+        (2, {"pipeline_model_parallel_layout": "Et|tL"}, r"places 2 decoder \(t\), expected 4"),
         (2, {"num_layers_in_last_pipeline_stage": -6}, "must not be negative"),
         (3, {}, "4 layers cannot be divided among 3"),
     ):
         with pytest.raises(BadValue, match=said):
             stage_chunks(facts(parallel=Parallel(world_size=stages, pipeline=stages), model=model))
+
+
+def test_layouts_are_refused_that_megatron_core_refuses_and_interleave_as_it_says():
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fixed = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "pipeline_model_parallel_size": 2,
+        "pipeline_dtype": torch.bfloat16,
+        "bf16": True,
+    }
+    layouts = ("Ett|ttL", "Et|t|t|tL", "Etttt|mL", "Ett|ttmL", "tt|ttL", "Ett|tt", "tEt|ttL", "Ett|EttL", "Ett|ttmmL", "Ettm|ttL", "Et|t|tt", "Ett|t|tL",
+               "Ett|tt||L", "Ett|tt|m|L", "Ett|ttm||L", "Ett|tt|m|mL")  # fmt: skip
+    agreed = set()
+    for text, ahead, given in itertools.product(layouts, (None, 1, 2), (None, 2)):
+        own = {
+            "virtual_pipeline_model_parallel_size": given,
+            "pipeline_model_parallel_layout": text,
+            "mtp_num_layers": ahead,
+        }
+        theirs: object = "refused"
+        with contextlib.suppress(AssertionError):
+            theirs = TransformerConfig(num_layers=4, **fixed, **own).virtual_pipeline_model_parallel_size
+        sizes = filled("parallel", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": given})
+        ours: object = "refused"
+        with contextlib.suppress(BadValue):
+            shape = dataclasses.replace(SHAPE, mtp_layers=ahead or 0)
+            run = facts(
+                shape=shape, parallel=parallel_of(sizes, 2, text), model={"pipeline_model_parallel_layout": text}
+            )
+            assert stage_chunks(run)
+            ours = run.parallel.virtual_pipeline
+        assert ours == theirs, (text, ahead, given)
+        agreed.add(ours)
+    assert agreed == {"refused", None, 2}
+
+
+def test_a_world_is_a_whole_number_of_expert_replicas_too():
+    with pytest.raises(
+        BadValue, match="768 processes cannot be divided into expert tensor 1 x expert 64 x pipeline 8 = 512"
+    ):
+        Parallel(world_size=768, pipeline=8, expert=64, expert_tensor=1)
+    assert Parallel(world_size=1024, pipeline=8, expert=64, expert_tensor=1).expert_data == 2
 
 
 def test_coordinates_follow_megatron_cores_order():

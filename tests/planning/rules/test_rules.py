@@ -10,6 +10,7 @@ from mpbridge.common.errors import Refused
 from mpbridge.common.facts import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
+from mpbridge.planning.memory.ranks import undivided
 from mpbridge.planning.rules.table import broken, require, rules
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import Region
@@ -356,6 +357,23 @@ def test_muons_default_is_that_of_the_core_that_is_asked_about():
         sizes, optimizer = Parallel(world_size=2, tensor=2), OptimizerFacts(name="muon", settings=muon)
         run = case(optimizer=optimizer, parallel=sizes, versions=versions)
         assert ("muon-by-tensor-parallel-blocks" in ids(broken(*run))) is fires
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "found"),
+    [
+        ({"seq_length": 250}, {"tensor": 4, "sequence": True}, "seq_length 250 by context x tensor 4"),
+        ({"seq_length": 250}, {"tensor": 4}, ""),
+        ({"seq_length": 24}, {"tensor": 4, "context": 4, "sequence": True}, "seq_length 24 by context x tensor 16"),
+        ({"ffn_hidden_size": 250}, {"tensor": 4}, "ffn_hidden_size 250 by tensor 4"),
+        # nothing is built of that size where every layer is a mixture
+        ({"ffn_hidden_size": 250, "experts": 4, "expert_ffn_hidden_size": 64, "expert_layers": (True,) * 4}, {"tensor": 4, "sequence": True}, ""),
+    ],
+)  # fmt: skip
+def test_sizes_are_divided_where_something_is_built_of_them(shape, parallel, found):
+    world = parallel["tensor"] * parallel.get("context", 1)
+    _, run = case(shape=dataclasses.replace(SHAPE, **shape), parallel=Parallel(world_size=world, **parallel))
+    assert undivided(run) == found
 
 
 RETIRING = [rule for rule in rules() if rule.holds]
