@@ -134,15 +134,16 @@ def _facts(container: Any, policy: PrecisionPolicy, made: Plan) -> RunFacts:
 
 def _parallel(model: Any) -> Parallel:
     one = ("tensor", "pipeline", "context")
-    sizes = {name: int(getattr(model, f"{name}_model_parallel_size", None) or getattr(model, f"{name}_parallel_size", 1) or 1) for name in (*one, "expert")}  # fmt: skip
+    sizes: dict[str, Any] = {name: int(getattr(model, f"{name}_model_parallel_size", None) or getattr(model, f"{name}_parallel_size", 1) or 1) for name in (*one, "expert")}  # fmt: skip
     group = torch.distributed
     there = group.is_available() and group.is_initialized()
     world = group.get_world_size() if there else int(os.environ.get("WORLD_SIZE", "1"))
-    rest = {
-        name: getattr(model, f"{field}_parallel_size", None)
-        for name, field in {"virtual_pipeline": "virtual_pipeline_model", "expert_tensor": "expert_tensor"}.items()
+    sizes |= {
+        "virtual_pipeline": getattr(model, "virtual_pipeline_model_parallel_size", None),
+        "expert_tensor": getattr(model, "expert_tensor_parallel_size", None),
+        "sequence": bool(getattr(model, "sequence_parallel", False)),
     }
-    return Parallel(world_size=world, **sizes, **rest, sequence=bool(getattr(model, "sequence_parallel", False)))
+    return Parallel(world_size=world, **sizes)
 
 
 def _bridges(container: Any, policy: PrecisionPolicy, recipe: AnyRecipe) -> Iterator[str]:

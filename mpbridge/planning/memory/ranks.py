@@ -207,8 +207,11 @@ def parse_layout(layout: str | Iterable[Iterable[Any]]) -> list[list[str]]:
 
 
 def virtual_stages(layout: Any, stages: int) -> int | None:
-    """Virtual stages that a pipeline_model_parallel_layout (None: there is none) implies, as TransformerConfig sets them; None: no interleaving. Raises BadValue."""
-    parts = len(parse_layout(layout)) if layout else 1
+    """Virtual stages that a pipeline_model_parallel_layout (None: there is none) implies, as TransformerConfig sets them; None: no interleaving, or text that is none."""
+    try:
+        parts = len(parse_layout(layout)) if layout else 1
+    except BadValue:  # layers-do-not-divide says it
+        return None
     return parts // stages if parts > stages else None
 
 

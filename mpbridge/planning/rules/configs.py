@@ -5,10 +5,12 @@ from __future__ import annotations
 from mpbridge.common.formats import say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import at_least
+from mpbridge.planning.memory.identical_layers import windowed
+from mpbridge.planning.memory.layers import te_layers
 from mpbridge.planning.memory.ranks import batches
-from mpbridge.planning.rules.base import NEWER_MODEL_CONFIG, Case, Rule, faults, row
+from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
-from mpbridge.precision.megatron_spec.versions import SINCE_017, described
+from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017, described
 
 _PARALLEL = "megatron-core 0.16.1 model_parallel_config.py __post_init__"
 _FUSIBLE = ("gelu", "silu", "quick_gelu")
@@ -106,10 +108,62 @@ def _rotation(case: Case) -> str:
     )
 
 
+_KERNELS = {"apply_rope_fusion": "0", "moe_permute_fusion": "2.1", "symmetric_ar_type": "2.3"}
+"""Switches of Transformer Engine's kernels -> the release that brought them."""
+
+
 def _library(case: Case) -> str:
-    """Switches that need Transformer Engine's kernels, on a GPU without it; on a CPU another rule rejects them."""
-    names = [name for name in ("apply_rope_fusion", "moe_permute_fusion", "symmetric_ar_type") if case.model(name)]
-    return f"{', '.join(names)} without Transformer Engine" if names else ""
+    """What needs Transformer Engine, or a later one, on a GPU; on a CPU another rule rejects most of it."""
+    have = case.run.versions.transformer_engine
+    sinks, graphs = (
+        case.model("softmax_type", "vanilla") != "vanilla",
+        case.model("cuda_graph_impl") == "transformer_engine",
+    )
+    later = {name: since for name, since in _KERNELS.items() if case.model(name)}
+    if have is None:
+        return f"{', '.join(later)} without Transformer Engine" if later else ""
+    later |= {"softmax_type": "2.8"} if sinks and te_layers(case.run) else {}
+    later |= {"delay_wgrad_compute in CUDA graphs": "2.10"} if graphs and case.model("delay_wgrad_compute") else {}
+    found = ", ".join(f"{name} (from {since})" for name, since in later.items() if case.te_before(since))
+    return f"{found} with Transformer Engine {have}" if found else ""
+
+
+_RINGS = ("a2a", "all_gather", "p2p", "a2a+p2p")
+"""Ways of cp_comm_type."""
+
+
+def _context_faults(case: Case, ways: tuple[str, ...]) -> str:
+    """What an attention over context-parallel ranks that communicate in these ways cannot do (attn_forward_func_with_cp asserts it in the first forward pass)."""
+    shape, sizes, model = case.run.shape, case.run.parallel, case.run.model
+    heads = shape.num_attention_heads // sizes.tensor
+    pairs = heads if shape.latent_attention else max(1, shape.num_query_groups // sizes.tensor)
+    window = tuple(case.model("window_size", ())) not in ((), (-1, 0), (-1, -1))
+    windows = window and any(windowed(model, layer) for layer in range(shape.num_layers))
+    each = dict.fromkeys(ways)
+    return faults(
+        "",
+        (f"cp_comm_type={say(model.get('cp_comm_type'))}: expected one of {', '.join(_RINGS)}", set(each) - set(_RINGS)),
+        ("hierarchical groups for a2a+p2p, which mpbridge does not make", "a2a+p2p" in each),
+        (f"softmax_type={say(case.model('softmax_type'))} by {', '.join(w for w in each if w != 'a2a')}", case.model("softmax_type", "vanilla") != "vanilla" and set(each) - {"a2a"}),
+        (f"sliding windows by {', '.join(w for w in each if w not in _RINGS[:2])}", windows and set(each) - set(_RINGS[:2])),
+        (f"latent attention by {', '.join(w for w in each if w in _RINGS[:2])}", shape.latent_attention and case.te_before("2.20") and set(each) & set(_RINGS[:2])),
+        (f"a2a with {heads} query and {pairs} key heads per rank", "a2a" in each and (heads % sizes.context or pairs % sizes.context)),
+    )  # fmt: skip
+
+
+def _context_attention(case: Case) -> str:
+    if case.run.parallel.context == 1 or case.gpu is False:  # a CPU has none: needs-cuda
+        return ""
+    if not te_layers(case.run):
+        return "megatron-core's own attention, which transformer_impl=local and emulation build"
+    if isinstance(case.model("cp_comm_type"), (list, tuple)) and BEFORE_017.holds(case.run.versions.megatron_core):
+        return "a list in cp_comm_type, of which a layer before 0.17 reads the entry of the next"
+    return _context_faults(case, case.words("cp_comm_type") or ("p2p",))
+
+
+def _context_cure(case: Case) -> str:
+    able = [way for way in _RINGS if not _context_faults(case, (way,))] if te_layers(case.run) else []
+    return f"model.cp_comm_type={able[0]}" if able else "parallel.context_parallel_size=1"
 
 
 def _no_rope(case: Case) -> str | None:
@@ -186,14 +240,27 @@ RULES: tuple[Rule, ...] = (
          when=lambda c: c.model("activation_func_clamp_value") is not None and _activation(c) == "silu" and c.model("gated_linear_unit")),
     row("fused-activation", _fused_activation, "gated or biased GELU or SwiGLU in dense layers and shared experts, SwiGLU or quick GeGLU in experts", "model.bias_activation_fusion=false"),
     row("rotary-embedding", _rotation, "a combination that these kernels and layers support", "drop the switch"),
-    row("switch-without-transformer-engine", _library, "Transformer Engine, which has these kernels", f"{install('te')}, or drop them",
-         when=lambda c: c.run.versions.transformer_engine is None),
+    row("switch-without-transformer-engine", _library, "Transformer Engine, in a release that has these kernels", f"{install('te')}, or drop them",
+        f"{MODEL_CONFIG}; extensions/transformer_engine.py TEDotProductAttention.__init__"),
     row("symmetric-all-reduce", lambda c: f"symmetric_ar_type={say(c.model('symmetric_ar_type'))} with torch {c.run.versions.torch}", "torch 2.7 or later", "model.symmetric_ar_type=null",
         when=lambda c: c.model("symmetric_ar_type") is not None and c.run.versions.torch is not None and not at_least(c.run.versions.torch, "2.7")),
     row("layers-without-rotation", _no_rope, "a divisor of the number of layers, or one entry per layer, and no flash_decode", "correct model.no_rope_freq"),
     row("context-communication", lambda c: f"{len(c.model('cp_comm_type'))} entries in cp_comm_type over {c.run.shape.num_layers} layers", "one entry per layer, or one for all",
          "correct model.cp_comm_type",
          when=lambda c: c.run.parallel.context > 1 and isinstance(c.model("cp_comm_type"), (list, tuple)) and len(c.model("cp_comm_type")) != c.run.shape.num_layers),
+    row("context-parallel-attention", lambda c: (found := _context_attention(c)) and f"{c.run.parallel.context} context-parallel ranks with {found}",
+         "attention sinks by a2a, sliding windows by a2a or all_gather, latent attention by p2p, heads that a2a can divide, in Transformer Engine's layers",
+         "model.cp_comm_type=a2a, or parallel.context_parallel_size=1", "Transformer Engine 2.11 and 2.20 pytorch/attention/dot_product_attention/context_parallel.py; "
+         "megatron-core 0.16.1 transformer/dot_product_attention.py, transformer_layer.py", cure_here=_context_cure),
+    row("interleaved-communication", "interleaved stages with overlap_p2p_comm and batch_p2p_comm (megatron-core's default) both true", "one of them", "model.batch_p2p_comm=false",
+         "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_backward_pipelining_with_interleaving",
+         when=lambda c: (c.run.parallel.virtual_pipeline or 1) > 1 and c.model("overlap_p2p_comm") and c.model("batch_p2p_comm", True)),
+    row("average-in-collective-per-token", "ddp.average_in_collective=true with calculate_per_token_loss", "one of them: a loss per token is divided by the tokens of all ranks at the end",
+         "ddp.average_in_collective=false", "megatron-core 0.16.1 distributed_data_parallel.py __init__",
+         when=lambda c: c.ddp("average_in_collective") and c.model("calculate_per_token_loss")),
+    row("deterministic-attention", "deterministic_mode without NVTE_ALLOW_NONDETERMINISTIC_ALGO=0", "0: Transformer Engine's attention reads the variable",
+         "export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 before Python starts", "megatron-core 0.16.1 extensions/transformer_engine.py TEDotProductAttention.__init__",
+         when=lambda c: c.model("deterministic_mode") and te_layers(c.run) and c.variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO") != "0"),
     row("inference-layers", _inference, "layers that can be trained", "model.transformer_impl=transformer_engine model.inference_fuse_tp_communication=false"),
     row("batch-invariance-backend", lambda c: f"batch_invariant_mode with attention_backend={_backend(c)}", "flash", "model.attention_backend=flash, or model.batch_invariant_mode=false",
          when=lambda c: c.model("batch_invariant_mode") and _backend(c) != "flash"),

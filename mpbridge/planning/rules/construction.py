@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.common.formats import say
+from mpbridge.common.versions import at_least
 from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
@@ -96,7 +97,7 @@ def _expert_overlap(case: Case) -> str:
     after = [name for name in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release") if case.model(name)]
     if not case.model("overlap_moe_expert_parallel_comm"):
         return f"{', '.join(after)} without overlap_moe_expert_parallel_comm" if after else ""
-    sizes, ahead = case.run.parallel, case.model("mtp_num_layers")
+    sizes, ahead, torch = case.run.parallel, case.model("mtp_num_layers"), case.run.versions.torch
     return faults(
         "overlap_moe_expert_parallel_comm with ",
         ("expert_model_parallel_size=1", sizes.expert <= 1),
@@ -106,6 +107,7 @@ def _expert_overlap(case: Case) -> str:
         ("recompute_method", case.model("recompute_method") is not None),
         ("recompute_num_layers", case.model("recompute_num_layers") is not None),
         ("moe_shared_expert_overlap", case.model("moe_shared_expert_overlap")),
+        (f"torch {torch} (before 2.6 it hangs)", torch is not None and not at_least(torch, "2.6")),
         (f"mtp_num_layers={ahead}", ahead is not None and (ahead != 1 or sizes.pipeline == 1)),
         ("moe_use_legacy_grouped_gemm", "delay_wgrad_compute" in after and case.model("moe_use_legacy_grouped_gemm")),
     )

@@ -16,6 +16,7 @@ MOE = dataclasses.replace(SHAPE, experts=4, expert_ffn_hidden_size=64, expert_la
 NEWER = Versions(torch="2.11.0", megatron_core="0.20.0", transformer_engine="2.11.0", cuda="12.9")
 BARE = Versions(torch="2.11.0", megatron_core="0.16.1", cuda="12.9")
 TP2, PP2 = Parallel(world_size=2, tensor=2), Parallel(world_size=2, pipeline=2)
+CP2, VPP2 = Parallel(world_size=2, context=2), Parallel(world_size=2, pipeline=2, virtual_pipeline=2)
 STAGES = Parallel(world_size=4, pipeline=4, virtual_pipeline=2)
 EP2 = Parallel(world_size=2, expert=2)
 FLEX, ALLTOALL = {"moe_token_dispatcher_type": "flex"}, {"moe_token_dispatcher_type": "alltoall"}
@@ -69,7 +70,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                              {"model": {"symmetric_ar_type": "two_shot"}, "versions": dataclasses.replace(NEWER, torch="2.7.0", megatron_core="0.16.1")}),
     "switch-without-transformer-engine": ({"model": {"apply_rope_fusion": True}, "versions": BARE}, {"model": {"apply_rope_fusion": True}}),
     "layers-without-rotation": pair({"no_rope_freq": 3}, {"no_rope_freq": 2}),
-    "context-communication": pair({"cp_comm_type": ["p2p"]}, {"cp_comm_type": ["p2p"] * 4}, parallel=Parallel(world_size=2, context=2)),
+    "context-communication": pair({"cp_comm_type": ["p2p"]}, {"cp_comm_type": ["p2p"] * 4}, parallel=CP2, versions=NEWER),
+    "context-parallel-attention": pair({"window_size": (8, 0)}, {"window_size": (8, 0), "cp_comm_type": "a2a"}, parallel=CP2),
+    "interleaved-communication": pair({"overlap_p2p_comm": True}, {"overlap_p2p_comm": True, "batch_p2p_comm": False}, parallel=VPP2, global_batch_size=2),
+    "average-in-collective-per-token": ({"model": {"calculate_per_token_loss": True}, "ddp": {"average_in_collective": True}},
+                                        {"model": {"calculate_per_token_loss": True}}),
+    "deterministic-attention": ({"model": {"deterministic_mode": True}},
+                                {"model": {"deterministic_mode": True}, "environment": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}}),
     "inference-layers": pair({"inference_fuse_tp_communication": True}, {}),
     "batch-invariance-backend": pair({"batch_invariant_mode": True}, {"batch_invariant_mode": True, "attention_backend": "flash"}),
     "graph-switches": pair({"enable_cuda_graph": True, "external_cuda_graph": True}, {"enable_cuda_graph": True}),

@@ -360,6 +360,49 @@ def test_muons_default_is_that_of_the_core_that_is_asked_about():
 
 
 @pytest.mark.parametrize(
+    ("model", "more", "found"),
+    [
+        ({"softmax_type": "learnable"}, {}, "softmax_type=learnable by p2p"), ({"softmax_type": "learnable", "cp_comm_type": "a2a"}, {}, ""),
+        ({"window_size": (8, 0), "cp_comm_type": "all_gather"}, {}, ""), ({"window_size": (8, 0), "window_attn_skip_freq": 1}, {}, ""),
+        ({"softmax_type": "learnable", "window_size": (8, 0), "cp_comm_type": "all_gather"}, {}, "softmax_type=learnable by all_gather"),
+        ({}, {"shape": LATENT}, ""), ({"cp_comm_type": "a2a"}, {"shape": LATENT}, "latent attention by a2a"),
+        ({"cp_comm_type": "a2a"}, {"shape": LATENT, "versions": te("2.20.0")}, ""),
+        ({"cp_comm_type": "a2a+p2p"}, {}, "hierarchical groups"), ({"cp_comm_type": "foo"}, {}, "cp_comm_type=foo"),
+        ({"cp_comm_type": ["p2p"] * 4}, {}, "a list in cp_comm_type"), ({"cp_comm_type": ["p2p"] * 4}, {"versions": NEWER}, ""),
+        ({"cp_comm_type": "a2a"}, {"shape": dataclasses.replace(SHAPE, num_query_groups=1)}, "a2a with 4 query and 1 key heads"),
+        ({"transformer_impl": "local"}, {}, "megatron-core's own attention"), ({}, {"realization": "emulated"}, "megatron-core's own attention"),
+    ],
+)  # fmt: skip
+def test_attention_over_context_parallel_ranks_is_what_transformer_engine_can_do(model, more, found):
+    sizes = Parallel(world_size=2, context=2)
+    said = [
+        one.found
+        for one in broken(*case(model=model, parallel=sizes, **more))
+        if one.rule == "context-parallel-attention"
+    ]
+    assert len(said) == bool(found)
+    assert all(found in one for one in said)
+
+
+@pytest.mark.parametrize(
+    ("model", "versions", "rule"),
+    [
+        ({"moe_permute_fusion": True}, te("2.0"), "switch-without-transformer-engine"), ({"moe_permute_fusion": True}, te("2.1"), ""),
+        ({"symmetric_ar_type": "two_shot"}, te("2.2"), "switch-without-transformer-engine"),
+        ({"softmax_type": "learnable"}, te("2.7"), "switch-without-transformer-engine"), ({"softmax_type": "learnable"}, te("2.8"), ""),
+        ({"delay_wgrad_compute": True, "cuda_graph_impl": "transformer_engine"}, te("2.9"), "switch-without-transformer-engine"),
+        ({"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall"}, te("2.11", torch="2.5.1"), "expert-overlap"),
+        ({"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall"}, te("2.11", torch="2.6.0"), ""),
+    ],
+)  # fmt: skip
+def test_a_switch_before_the_release_that_brought_it_is_refused(model, versions, rule):
+    found = ids(broken(*case(model=model, versions=versions, shape=MOE, parallel=Parallel(world_size=2, expert=2))))
+    assert {rule} - {""} == found & {"switch-without-transformer-engine", "expert-overlap"} - (
+        {"expert-overlap"} if "delay_wgrad_compute" in model else set()
+    )
+
+
+@pytest.mark.parametrize(
     ("shape", "parallel", "found"),
     [
         ({"seq_length": 250}, {"tensor": 4, "sequence": True}, "seq_length 250 by context x tensor 4"),
