@@ -6,7 +6,7 @@ attention is not fused. Fragmentation and load imbalance between experts are not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -99,15 +99,14 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, known: 
     here = [kept(policy, run, kind, made) for kind in set(layers)]
     full = run.model.get("recompute_granularity") == "full"
     away = _away(run, len(layers))
-    stage, left = [], away
+    stage, again, left = [], [0.0], away
     for chunk in chunks:
         own = [made[kinds[layer]] for layer in chunk.built(run.shape)]
-        stage.append(_recomputed(run, own) if full else sum(layer.each for layer in own[left:]))
+        stage.append(sum(_recomputed(run, own)) if full else sum(layer.each for layer in own[left:]))
+        again.append(_computed_again(run, own) if full else 0.0)
         left = max(0, left - len(own))
-    # with full recomputation, the layer being recomputed is also in memory
-    extra = max((layer.whole for layer in here), default=0.0) if full else 0.0
     # the gradient of the scores too, in the layer being computed
-    extra += max((layer.scores for layer in here), default=0.0)
+    extra = max(again) + max((layer.scores for layer in here), default=0.0)
     # offloaded layers pass through two buffers, and so do modules offloaded individually
     extra += 2 * max((made[kind].each for kind in layers[:away]), default=0.0)
     extra += 0.0 if full else 2 * max((layer.passing for layer in here), default=0.0)
@@ -173,11 +172,18 @@ def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
     return sum(_selected(run, _layer(policy, run, kind)) * count for kind, count in Counter(kinds).items())
 
 
-def _recomputed(run: RunFacts, kept: list[Kept]) -> float:
+def _recomputed(run: RunFacts, kept: list[Kept]) -> Iterator[float]:
+    """What a chunk keeps for a micro-batch of each layer under full recomputation."""
     count = int(run.model.get("recompute_num_layers") or 1)
     if run.model.get("recompute_method") == "block":
-        return sum(layer.entry if i < count else layer.whole for i, layer in enumerate(kept))
-    return sum(layer.entry for i, layer in enumerate(kept) if i % count == 0)
+        return (layer.entry if i < count else layer.whole for i, layer in enumerate(kept))
+    return (layer.entry for layer in kept[::count])
+
+
+def _computed_again(run: RunFacts, kept: list[Kept]) -> float:
+    """The most that layers of a chunk hold besides while they are computed again, all at once that share a kept input (transformer_block.py _checkpointed_forward)."""
+    each = 1 if run.model.get("recompute_method") == "block" else int(run.model.get("recompute_num_layers") or 1)
+    return max((sum(layer.whole for layer in kept[i : i + each]) for i in range(0, len(kept), each)), default=0.0)
 
 
 def _recomputed_parts(run: RunFacts) -> frozenset[str]:
@@ -286,7 +292,9 @@ def _attention(run: RunFacts, count: float, low: float, wide: int, apart: float)
     latent = shape.latent_attention
     keys = shape.num_attention_heads * (latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"])
     values = shape.num_attention_heads * latent["v_head_dim"]
-    down = count * (latent["q_lora_rank"] + latent["kv_lora_rank"] + latent["qk_pos_emb_head_dim"]) * (wide + low)
+    # the down projections process a rank's part of the sequence, of which the rotated part of the keys is gathered
+    ranks = (latent["q_lora_rank"] + latent["kv_lora_rank"]) / run.parallel.sequence_width
+    down = count * (ranks + latent["qk_pos_emb_head_dim"]) * (wide + low)
     return count * values / tensor * (wide + apart) + sums + down, count * (2 * keys + values) / tensor * wide
 
 

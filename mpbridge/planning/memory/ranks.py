@@ -233,27 +233,32 @@ def in_flight(run: RunFacts, stage: int, each: Sequence[float]) -> float:
     stages, total = run.parallel.pipeline, batches(run)
     if len(each) == 1 or stages == 1:
         return sum(each) * min(stages - stage, total)
-    flights = _flights(stages, len(each), stages - stage, total)
+    group = int(run.model.get("microbatch_group_size_per_vp_stage") or stages)
+    flights = _flights(max(1, group), len(each), stages - stage, total)
     most: float = max(sum(map(operator.mul, each, held)) for held in flights)
     return most
 
 
 @functools.lru_cache(maxsize=1024)
-def _flights(stages: int, virtual: int, depth: int, total: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches in flight in each chunk, at the moments between which their number rises or falls at a constant rate. Chunks take turns of `stages`
-    micro-batches, forward from the first chunk, backward from the last. (Under overlap_moe_expert_parallel_comm one more forward pass precedes the first backward pass, and
+def _flights(group: int, virtual: int, depth: int, total: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches in flight in each chunk, at the moments between which their number rises or falls at a constant rate. Chunks take turns of `group`
+    micro-batches, the last turns of what is left, forward from the first chunk, backward from the last. (Under overlap_moe_expert_parallel_comm one more forward pass precedes the first backward pass, and
     each further one takes the room that its backward pass frees, layer by layer: as many bytes.)"""
-    turns, last = stages * virtual, total * virtual
-    first = min((depth - 1) * 2 + (virtual - 1) * stages + 1, last)
+    turns, last = group * virtual, total * virtual
+    first = min((depth - 1) * 2 + (virtual - 1) * group + 1, last)
+    # what is in flight repeats itself, except where the last turns are shorter
+    until = last if total % group else min(first + turns, last)
+    groups = range(0, min(total, until // virtual + 1), group)
+    starts = {at * virtual + chunk * min(group, total - at) for at in groups for chunk in range(virtual)} | {last}
 
     def passed(count: int) -> list[int]:
         """By chunk."""
-        rounds, rest = divmod(count, turns)
-        whole, part = divmod(rest, stages)
-        before = rounds * stages
-        return [before + stages] * whole + [before + part] + [before] * (virtual - whole - 1)
+        before = count // turns * group
+        size = min(group, total - before)
+        whole, part = divmod(count % turns, size) if size else (0, 0)
+        return [before + size] * whole + [before + part] + [before] * (virtual - whole - 1)
 
-    moments = [n for n in range(first, min(first + turns, last) + 1) if not n % stages or not (n - first) % stages]
+    moments = [n for n in range(first, until + 1) if n in starts or n - first in starts]
     return tuple({tuple(map(operator.sub, passed(n), passed(n - first)[::-1])) for n in (*moments, first)})
 
 

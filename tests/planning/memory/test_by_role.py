@@ -172,6 +172,29 @@ def test_full_recomputation_keeps_the_inputs_of_layers():
     assert activations(policy("bf16"), deeper, at(run)) - activations(policy("bf16"), run, at(run)) == 8192 * 4096 * 2
 
 
+def test_layers_that_share_a_kept_input_are_all_in_memory_when_they_are_computed_again():
+    """Two layers more at once: two more of 34 s b h bytes, and two inputs of 2 s b h bytes fewer (arXiv 2205.05198; transformer_block.py _checkpointed_forward)."""
+    gpt = ModelShape(
+        num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096, num_query_groups=16, kv_channels=64, vocab_size=128, seq_length=2048
+    )  # fmt: skip
+    few, many = (facts(1, shape=gpt, model=WHOLE | {"recompute_num_layers": n, "hidden_dropout": 0.1}) for n in (2, 4))
+    found = activations(policy("bf16"), many, at(many)) - activations(policy("bf16"), few, at(few))
+    assert found / (2048 * 1024) == pytest.approx(2 * 34 - 2 * 2, abs=6)
+    block, blocks = (dataclasses.replace(run, model=run.model | {"recompute_method": "block"}) for run in (few, many))
+    assert activations(policy("bf16"), blocks, at(many)) < activations(policy("bf16"), block, at(few))
+
+
+def test_latent_down_projections_keep_a_ranks_part_of_the_sequence():
+    """512 more ranks of queries: in BF16 an output and, normed, the input of the projection up, of half of the 4096 tokens (multi_latent_attention.py)."""
+    latent = DEEPSEEK_V3.latent_attention
+    more = dataclasses.replace(DEEPSEEK_V3, latent_attention=latent | {"q_lora_rank": latent["q_lora_rank"] + 512})
+    runs = [
+        facts(8, shape=shape, parallel=Parallel(world_size=8, tensor=2, sequence=True)) for shape in (DEEPSEEK_V3, more)
+    ]
+    less, whole = (kept_of(policy("bf16"), run, 0, {}).whole for run in runs)
+    assert whole - less == 4096 / 2 * 512 * (2 + 2)
+
+
 def test_a_layer_of_activations_by_the_published_formula():
     """arXiv 2205.05198, equation 2: s b h (34 + 5 a s / h) with dropout, without fused attention; ours has neither scores nor their dropout mask."""
     gpt = ModelShape(
@@ -191,17 +214,23 @@ def test_in_flight_micro_batches():
 
 
 @pytest.mark.parametrize("each", [[1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [2.0, 1.0]], ids=str)
-def test_an_interleaved_stage_holds_as_much_as_the_schedules_passes_one_by_one(each):
-    """The last of four stages: four passes of its first chunk, one of its second, then a backward pass for each forward pass (schedules.py)."""
+@pytest.mark.parametrize(("group", "count"), [(None, 32), (8, 32), (8, 28), (32, 32), (6, 6)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_interleaved_stage_holds_as_much_as_the_schedules_passes_one_by_one(each, group, count, stage):
+    """Warm-up, then a backward pass for each forward pass, in megatron-core's own order (schedules.py)."""
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
     sizes = Parallel(world_size=8, pipeline=4, virtual_pipeline=2)
-    order = [chunk for _ in range(8) for chunk in (0, 0, 0, 0, 1, 1, 1, 1)]
+    order = [chunk for _, chunk in get_schedule_table(count, 2, group or 4)]
+    ahead = (3 - stage) * 2 + (group or 4)  # get_pp_rank_microbatches
     flying, most = [0, 0], 0.0
     for number, chunk in enumerate(order):
         flying[chunk] += 1
         most = max(most, sum(one * many for one, many in zip(each, flying, strict=True)))
-        if number >= 4:
-            flying[1 - order[number - 4]] -= 1
-    assert in_flight(facts(8, parallel=sizes, global_batch_size=64), 3, each) == most
+        if number >= ahead:
+            flying[1 - order[number - ahead]] -= 1
+    run = facts(8, parallel=sizes, global_batch_size=2 * count, model={"microbatch_group_size_per_vp_stage": group})
+    assert in_flight(run, stage, each) == most
 
 
 @pytest.mark.parametrize(("changes", "kept"), [
