@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, left_batches, on_target, sizes_of
+from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, left_batches, left_out, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer, print_line, print_table, record
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         *admission.notes,
         *admission.trackers,
         *([f"{lost} (mpbridge certify)"] if lost else []),
+        *left_out(outlook.facts),
     ]
     assumed, others = _assumed(args, made, where), _others(made, where, outlook)
     parts = made, where, outlook, assumed, others, notes

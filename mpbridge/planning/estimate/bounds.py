@@ -28,7 +28,7 @@ from mpbridge.planning.estimate.price import host_units, micro_seconds, step_sec
 from mpbridge.planning.memory.activations import Known, kept, uncertainty
 from mpbridge.planning.memory.by_role import States, verdict, with_states
 from mpbridge.planning.memory.identical_layers import counted, distinct_stages, layer_kinds
-from mpbridge.planning.memory.keeps import elements_of, is_frozen, trained_by
+from mpbridge.planning.memory.keeps import STATES, elements_of, is_frozen, trained_by
 from mpbridge.planning.memory.layers import unsplit
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, in_flight
 from mpbridge.planning.memory.roles import holdings, resting, weight_copies
@@ -144,6 +144,7 @@ class Bounds:
                     if role.view_of is None and not (borrowed and name == "params"):
                         whole = role.sharding == "whole" and run.optimizer.name not in BESIDE_ADAM
                         each = elements_of(name, one.weight.shape, one.weight.elements) * role.dtype.bytes
+                        each *= run.optimizer.resident if name in STATES else 1
                         total += elements / one.weight.elements * each / (1 if whole else ranks)
             self._states[key] = int(total)
         return self._states[key]

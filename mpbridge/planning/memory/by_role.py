@@ -22,7 +22,7 @@ from mpbridge.planning.memory.identical_layers import distinct_stages
 from mpbridge.planning.memory.keeps import MOMENTS, keeps_of
 from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
-from mpbridge.planning.memory.overheads import Overhead, outside, overheads, states_counted
+from mpbridge.planning.memory.overheads import Overhead, counted_at_most, outside, overheads, states_counted
 from mpbridge.planning.memory.ranks import Coordinates, undivided
 from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.policy import PrecisionPolicy
@@ -59,6 +59,8 @@ class Memory(States):
     """Relative error of `activations` not exceeded in nine of ten measured cases."""
     exact: bool
     """Whether `roles` has every state to the byte."""
+    at_most: bool = False
+    """Whether the real bytes may be far fewer, so that it is not certain that what is beyond the states does not fit."""
 
     @property
     def states(self) -> int:
@@ -147,7 +149,7 @@ def verdict(one: Memory, available: int) -> Literal["fits", "tight", "does not f
     """Whether a rank fits into `available` bytes (0: unknown, so "fits"). If the states alone exceed them, it does not fit, whatever the band."""
     if not available or one.needed + one.band <= available:
         return "fits"
-    if one.states > available or one.needed - one.band > available:
+    if one.states > available or (one.needed - one.band > available and not one.at_most):
         return "does not fit"
     return "tight"
 
@@ -168,7 +170,7 @@ def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
     """What a rank holds between updates."""
     found: Counter[str] = Counter()
     for role in roles(policy, run, rank=rank, together=True):
-        found[role.name] += role.bytes
+        found[role.name] += int(role.bytes * (run.optimizer.resident if role.name in KEPT else 1))
     return States(
         rank=rank,
         roles=MappingProxyType({name: found[name] for name in STATES if found[name]}),
@@ -199,6 +201,7 @@ def with_states(
         uncertainty=uncertainty(run),
         elements=held.elements,
         exact=run.traits.exact_memory and states_counted(run),
+        at_most=counted_at_most(run),
     )
 
 

@@ -232,8 +232,8 @@ LIMITATIONS = (
                instead="counted as softmax attention, without its gates and convolutions", time="faster", memory="larger by those weights", states=True),
     Limitation(asked=_packed, what="packed sequences or sequences of several lengths",
                instead="counted as whole sequences of seq_length", time="faster", memory="at most as large"),
-    Limitation(asked=lambda run: run.optimizer.cpu_offload, what="the optimizer's states and update on the host",
-               instead="counted as on the GPU", time="slower", memory="smaller", states=True),
+    Limitation(asked=lambda run: run.optimizer.resident < 1, what="the optimizer's states and update on the host",
+               instead="states counted by their share, the update as on the GPU", time="slower", states=True),
     Limitation(asked=lambda run: run.optimizer.name in (*MUONS, "soap"), what="the products of Muon's and SOAP's steps",
                instead="not counted, nor the matrices in them", time="slower",
                memory="larger by a few copies of the largest matrix while the optimizer steps"),
@@ -259,6 +259,11 @@ def left_out_of_memory(run: RunFacts) -> tuple[str, ...]:
 def states_counted(run: RunFacts) -> bool:
     """Whether all parameters and optimizer states are counted as they are."""
     return not any(one.states and one.asked(run) for one in LIMITATIONS)
+
+
+def counted_at_most(run: RunFacts) -> bool:
+    """Whether something is counted as more than it is, so that the real bytes may be far fewer."""
+    return any(one.memory in ("smaller", "at most as large") and one.asked(run) for one in LIMITATIONS)
 
 
 def _words(one: Limitation, run: RunFacts) -> str:

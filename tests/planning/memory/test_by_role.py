@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -14,7 +15,7 @@ from mpbridge.planning.memory.activations import kept as kept_of
 from mpbridge.planning.memory.by_role import against_bf16, duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.keeps import trained_by
 from mpbridge.planning.memory.layers import parameters
-from mpbridge.planning.memory.overheads import left_out_of_memory
+from mpbridge.planning.memory.overheads import left_out_of_memory, left_out_of_time
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
 from mpbridge.planning.memory.roles import roles, weight_scales
 from mpbridge.precision.registry import recipes
@@ -463,6 +464,32 @@ def test_memory_of_a_gpu_says_that_it_was_counted_as_emulated():
     for realization, said in (("emulated", True), ("native", False)):
         run = facts(1, realization=realization, machine=machine("b200"))
         assert any("emulate: true" in words for words in left_out_of_memory(run)) is said
+
+
+@pytest.mark.parametrize("fraction", [None, 0.0, 0.25, 1.0])
+def test_states_on_the_host_are_not_counted_and_their_absence_is_said(fraction):
+    """A share of the 4 + 4 + 4 bytes of each of Llama-3-8B's weights, over 8 ranks (hybrid_optimizer.py); its default is 0.0: none."""
+    lower, settings = (
+        {"use_precision_aware_optimizer": True, "store_param_remainders": False},
+        {"optimizer_offload_fraction": fraction},
+    )
+    plain = facts(8)
+    away = facts(8, optimizer=OptimizerFacts(distributed=True, cpu_offload=True, settings=settings))
+    here, there = (memory(policy("bf16", **lower), run) for run in (plain, away))
+    assert here.states - there.states == pytest.approx((fraction or 0) * 12 * total_parameters(plain) / 8, rel=1e-3)
+    assert any("on the host" in words for words in left_out_of_time(away)) is bool(fraction)
+    assert there.exact is not bool(fraction)
+
+
+def test_what_is_counted_as_more_than_it_is_never_certainly_exceeds_a_memory(capsys):
+    batches = ["train.micro_batch_size=16", "train.global_batch_size=128", "ddp.use_distributed_optimizer=true"]
+    settings = ["--config", "llama3_8b", "--target", "h100", "--world-size", "8", *batches, "--json"]
+    assert main(["check", *settings]) == 1
+    assert "does not fit" in json.loads(capsys.readouterr().out)["verdict"]
+    assert main(["check", *settings, "model.variable_seq_lengths=true", "model.moe_token_dispatcher_type=alltoall"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"].startswith("yes: tight")
+    assert any("sequences of several lengths" in note and "at most as large" in note for note in found["notes"])
 
 
 def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):
