@@ -87,6 +87,8 @@ class ModelShape:
     norm_bias: bool = True
     """LayerNorm has a bias, RMSNorm has none."""
     qk_layernorm: bool = False
+    gated_attention: bool = False
+    """attention_output_gate: queries' projection also makes a gate for each channel of the output."""
     experts: int | None = None
     """num_moe_experts; None: dense."""
     expert_ffn_hidden_size: int = 0
@@ -199,7 +201,7 @@ class Parallel:
         return self.world_size // (self.expert_width * self.expert * self.pipeline)
 
     def replicas(self, *, expert: bool) -> int:
-        """Number of ranks that share the optimizer state of a weight. expert: whether it is an expert's."""
+        """Number of replicas of a weight. expert: whether it is an expert's."""
         return self.expert_data if expert and self.expert > 1 else self.data * self.context
 
     @property
@@ -280,6 +282,24 @@ class RunFacts:
     def tokens(self) -> int:
         """Tokens per micro-batch on one context-parallel rank."""
         return self.shape.seq_length * self.micro_batch_size // self.parallel.context
+
+    @property
+    def routed(self) -> float:
+        """Rows that a token has at experts of a balanced router: its top-k, times a capacity factor that drops some, or to which all are padded."""
+        factor, topk = self.model.get("moe_expert_capacity_factor"), self.shape.expert_topk
+        if factor is None or factor < 0:
+            return topk
+        return topk * float(factor if self.model.get("moe_pad_expert_input_to_capacity") else min(1, factor))
+
+    def sharers(self, *, expert: bool) -> int:
+        """Number of ranks that share the optimizer state of a weight: its replicas, in as many groups as the distributed optimizer has instances."""
+        instances = int(self.ddp.get("num_distributed_optimizer_instances") or 1)
+        # more instances than ranks: `optimizer-instances-without-ranks` refuses them
+        return max(1, self.parallel.replicas(expert=expert) // instances)
+
+    def sharded(self, role: str) -> bool:
+        """Whether the engine divides that role among data-parallel ranks, as the ddp section asks it to."""
+        return self.traits.sharded(role, distributed=self.optimizer.distributed, ddp=self.ddp) != "whole"
 
     @property
     def traits(self) -> EngineTraits:

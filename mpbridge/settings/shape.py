@@ -163,6 +163,7 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
         # biases and norms
         linear_bias=model["add_bias_linear"], qkv_bias=model["add_bias_linear"] or model["add_qkv_bias"],
         norm_bias=model["normalization"] == "LayerNorm", qk_layernorm=model["qk_layernorm"],
+        gated_attention=bool(model.get("attention_output_gate")),
         # mixtures of experts
         experts=experts, expert_ffn_hidden_size=(model["moe_ffn_hidden_size"] or ffn) if experts else 0,
         expert_layers=tuple(placed) if experts else (), expert_topk=model["moe_router_topk"] if experts else 0,

@@ -138,13 +138,13 @@ class Bounds:
             held, copies = self._stage(run, parts)
             total = float(copies)
             for one, elements in held:
-                ranks, stored = run.parallel.replicas(expert=one.weight.expert), rests(one)[0]
+                ranks, stored = run.sharers(expert=one.weight.expert), rests(one)[0]
                 borrowed = policy.reuse_grad_buffer and stored is DType.UINT8  # MXFP8 weights: only copies
                 for name, role in of(stored, one).items():
                     if role.view_of is None and not (borrowed and name == "params"):
                         whole = role.sharding == "whole" and run.optimizer.name not in BESIDE_ADAM
-                        each = elements_of(name, one.weight.shape, one.weight.elements) * role.dtype.bytes
-                        each *= run.optimizer.resident if name in STATES else 1
+                        share = run.optimizer.resident if name in STATES else 1.0
+                        each = share * elements_of(name, one.weight.shape, one.weight.elements) * role.dtype.bytes
                         total += elements / one.weight.elements * each / (1 if whole else ranks)
             self._states[key] = int(total)
         return self._states[key]

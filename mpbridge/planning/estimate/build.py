@@ -51,42 +51,68 @@ def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
     sequence = run.parallel.sequence
     for chunk in chunks:
         again = full_layers(run, len(chunk.layers))
-        # a pair of linears in each part but experts; gathers: forward, backward, and the input again for the weight gradient
-        pairs = sum(part != "experts" for layer in chunk.layers for part in run.shape.parts(layer))
-        gathers += 3 * pairs + 2 * again
-        reductions += 2 * pairs + 2 * again
-        if chunk.first:
-            gathers += int(sequence)
-            reductions += 1
-        if chunk.last:
-            gathers += 2
-            reductions += 1
+        for place, layer in enumerate(chunk.built(run.shape)):
+            # a pair of linears in each part; of experts only the shared one is split so
+            pairs = sum(part != "experts" or run.shape.shared_expert_size > 0 for part in run.shape.parts(layer))
+            # gathers: forward, backward, and the input again for the weight gradient
+            gathers += (3 + (place < again)) * pairs
+            reductions += (2 + (place < again)) * pairs
+        # a prediction layer embeds its tokens too, and joins them with its input in a projection of twice the width
+        ahead, heads = chunk.ahead(run.shape), chunk.heads(run.shape)
+        gathers += 6 * ahead + sequence * (chunk.first + ahead) + 2 * heads
+        reductions += 2 * ahead + chunk.first + ahead + heads
     return gathers, reductions
 
 
-def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> Iterator[Collective]:
-    """Keys and values around the context-parallel ring: in forward, and with their gradients in backward."""
+def context_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Collective]:
+    """What attention sends over context-parallel ranks: keys and values in forward, and with their gradients in backward, around a ring or gathered; or by a2a
+    queries, keys, values and results, and their gradients (Transformer Engine's context_parallel.py)."""
     ranks, shape = run.parallel.context, run.shape
-    if ranks == 1 or not layers:
+    if ranks == 1:
         return
-    width = 2 * shape.num_query_groups * shape.kv_channels // run.parallel.tensor
-    size = run.tokens * width * policy.compute.bytes
-    yield _collective("send", "context", ranks, policy.compute, size, 3 * (ranks - 1) * layers)
+    given = run.model.get("cp_comm_type") or "p2p"
+    layers = [layer for chunk in chunks for layer in chunk.built(shape) if "attention" in shape.parts(layer)]
+    ways = Counter(given if isinstance(given, str) else given[layer] for layer in layers)
+    latent, queries = shape.latent_attention, 0
+    if latent is not None:
+        pairs, results = shape.attention_width, shape.num_attention_heads * latent["v_head_dim"]
+        queries = pairs - results
+    else:
+        pairs, queries = 2 * shape.num_query_groups * shape.kv_channels, shape.num_attention_heads * shape.kv_channels
+        results = queries
+    each = run.tokens * policy.compute.bytes / run.parallel.tensor
+    for way, count in ways.items():
+        if way == "a2a":
+            size = int(each * (queries + pairs + results))
+            yield _collective("all_to_all", "context", ranks, policy.compute, size, 2 * count)
+        else:
+            yield _collective("send", "context", ranks, policy.compute, int(each * pairs), 3 * (ranks - 1) * count)
 
 
 def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> Iterator[Collective]:
-    """Dispatch of tokens to their experts and back, forward and backward, in a micro-batch with a balanced router."""
-    parallel, shape = run.parallel, run.shape
-    if parallel.expert * parallel.expert_width == 1 or not experts:
+    """Dispatch of tokens to their experts and back, forward and backward, in a micro-batch with a balanced router (moe/token_dispatcher.py)."""
+    parallel, width = run.parallel, run.parallel.expert_width
+    wide, each = policy.compute, run.shape.expert_hidden_size * policy.compute.bytes
+    rows, ranks = run.tokens // parallel.tensor, parallel.expert * width
+    if not experts or ranks == 1:
         return
-    rows = run.tokens // parallel.tensor * shape.expert_topk
+    if run.model.get("moe_token_dispatcher_type", "allgather") == "allgather":
+        # every rank gets every token, and adds up what its experts made of them
+        yield _collective("all_gather", "expert", ranks, wide, rows * each, 2 * experts)
+        yield _collective("reduce_scatter", "expert", ranks, wide, rows * each * ranks, 2 * experts)
+        return
+    rows = int(rows * run.routed)
     if parallel.expert > 1:
-        size = rows * shape.expert_hidden_size * policy.compute.bytes
-        yield _collective("all_to_all", "expert", parallel.expert, policy.compute, size, 4 * experts)
+        yield _collective("all_to_all", "expert", parallel.expert, wide, rows * each, 4 * experts)
         # the router's probabilities are sent with the tokens
         exact = policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32"
-        wide = DType.FP32 if exact else policy.compute
-        yield _collective("all_to_all", "expert", parallel.expert, wide, rows * wide.bytes, 2 * experts)
+        probabilities = DType.FP32 if exact else wide
+        size = rows * probabilities.bytes
+        yield _collective("all_to_all", "expert", parallel.expert, probabilities, size, 2 * experts)
+    if width > 1:
+        # the ranks that split an expert each need all of its rows
+        yield _collective("all_gather", "tensor", width, wide, rows * each, 2 * experts)
+        yield _collective("reduce_scatter", "tensor", width, wide, rows * each * width, 2 * experts)
 
 
 def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
@@ -110,7 +136,7 @@ def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
     settled = policy.settled(dict(run.optimizer.settings))
     for index in range(len(at.chunks(run))):
         for buffer in chunk_buffers(settled, run, at, index):
-            yield from _buffer(buffer, buffer.elements)
+            yield from _buffer(run, buffer, buffer.elements)
 
 
 def least_data_collectives(policy: PrecisionPolicy, run: RunFacts, held: Sequence[Share]) -> Iterator[Collective]:
@@ -126,19 +152,22 @@ def least_data_collectives(policy: PrecisionPolicy, run: RunFacts, held: Sequenc
             apart = parameter.weight.expert and run.parallel.expert > 1
             found[apart, stored, of(stored)["grads"].dtype] += elements
     for (apart, stored, grads), elements in found.items():
-        yield from _buffer(empty(run, stored, grads, apart=apart), elements)
+        yield from _buffer(run, empty(run, stored, grads, apart=apart), elements)
 
 
-def _buffer(buffer: Buffer, elements: int) -> Iterator[Collective]:
+def _buffer(run: RunFacts, buffer: Buffer, elements: int) -> Iterator[Collective]:
     """What is sent of a buffer of so many elements."""
+    instances = int(run.ddp.get("num_distributed_optimizer_instances") or 1)
     group = "expert_data" if buffer.apart else "data"
-    if buffer.group == 1 or not elements:
+    if buffer.group * instances == 1 or not elements:
         return
     size = elements * buffer.grads.bytes
     if not buffer.distributed:
         yield _collective("all_reduce", group, buffer.group, buffer.grads, size)
         return
     yield _collective("reduce_scatter", group, buffer.group, buffer.grads, size)
+    if instances > 1:  # each has the whole, and adds up its shards with the others'
+        yield _collective("all_reduce", group, instances, buffer.grads, size // buffer.group)
     yield _collective("all_gather", group, buffer.group, buffer.params, elements * buffer.params.bytes // buffer.group)
 
 
@@ -149,6 +178,14 @@ Share = tuple[Parameter, int]
 def shares(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> list[Share]:
     """What a rank holds, parameters of identical layers together."""
     return [(one, times * one.weight.elements) for one, times in counted(policy, run, at)]
+
+
+def embedding_collectives(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> Iterator[Collective]:
+    """The gradient of an embedding with a copy on another stage, which the stages add up once per step (finalize_model_grads.py)."""
+    size = sum(elements for one, elements in held if one.weight.twin and not is_frozen(policy, one.name))
+    if size:
+        wire = wires(policy)["gradients"]
+        yield _collective("all_reduce", "embedding", 2, wire, size * wire.bytes)
 
 
 _WHOLE_BIASES = ("linear_proj.bias", "linear_fc2.bias", "mlp.router.weight", "mlp.router.bias")
@@ -176,11 +213,13 @@ def _collective(kind: str, group: str, ranks: int, dtype: DType, size: int, time
 
 
 def _sharded(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> Iterator[Collective]:
-    """Full sharding: in each micro-batch weights are gathered for forward and again for backward, and gradients are reduce-scattered."""
+    """Sharding by the engine: weights that are sharded are gathered for forward and again for backward of each micro-batch, others once per step; gradients are
+    reduce-scattered in each micro-batch where they are sharded, otherwise once."""
     ranks = run.parallel.data * run.parallel.context
     if ranks == 1:
         return
-    micro = batches(run)
+    gathers = 2 * batches(run) if run.sharded("params") else 1
+    reductions = batches(run) if run.sharded("grads") else 1
     gathered: Counter[DType] = Counter()
     reduced: Counter[DType] = Counter()
     rests = resting(policy, run)
@@ -190,9 +229,9 @@ def _sharded(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> I
         if not is_frozen(policy, parameter.name):
             reduced[wire["gradients"]] += elements
     for dtype, count in gathered.items():
-        yield _collective("all_gather", "data", ranks, dtype, count * dtype.bytes // ranks, 2 * micro)
+        yield _collective("all_gather", "data", ranks, dtype, count * dtype.bytes // ranks, gathers)
     for dtype, count in reduced.items():
-        yield _collective("reduce_scatter", "data", ranks, dtype, count * dtype.bytes, micro)
+        yield _collective("reduce_scatter", "data", ranks, dtype, count * dtype.bytes, reductions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,13 +249,17 @@ class Standing:
 def standing(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Standing:
     """The Standing of the rank at those coordinates."""
     held = shares(policy, run, at)
-    step = (*data_collectives(policy, run, at), *norm_collectives(policy, run, held))
+    step = (
+        *data_collectives(policy, run, at),
+        *norm_collectives(policy, run, held),
+        *embedding_collectives(policy, run, held),
+    )
     return Standing(weights=weight_bytes(policy, run, at), step=step, optimizer=update(policy, run, held))
 
 
 def least_standing(policy: PrecisionPolicy, run: RunFacts, held: Sequence[Share]) -> Standing:
     """The Standing of a rank that holds these, without the padding of buffers and without weights."""
-    step = (*least_data_collectives(policy, run, held), *norm_collectives(policy, run, held))
+    step = *least_data_collectives(policy, run, held), *norm_collectives(policy, run, held)
     return Standing(weights=0.0, step=step, optimizer=update(policy, run, held))
 
 
@@ -242,7 +285,7 @@ def work_of(
         traffic=traffic(policy, run, chunks, gemms, fixed.weights),
         collectives=(
             *tensor_collectives(policy, run, chunks),
-            *context_collectives(policy, run, layers),
+            *context_collectives(policy, run, chunks),
             *expert_collectives(policy, run, experts),
             *pipeline_collectives(policy, run, at),
         ),
@@ -286,7 +329,7 @@ def update(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> flo
     found = 0.0
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for parameter, elements in held:
-        ranks = run.parallel.replicas(expert=parameter.weight.expert)
+        ranks = run.sharers(expert=parameter.weight.expert)
         shape, core = parameter.weight.shape, run.versions.megatron_core
         one, factors = each(trained_by(run.optimizer.name, parameter.name, len(shape), policy, core))
         beside = elements_of("factors", shape, 0) * factors if factors else 0

@@ -80,7 +80,7 @@ PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
 
 def routed(run: RunFacts) -> int:
     """Rows that arrive at a rank's experts in one layer with a balanced router."""
-    return run.tokens * run.shape.expert_topk * run.parallel.expert_width // run.parallel.tensor
+    return int(run.tokens * run.routed * run.parallel.expert_width // run.parallel.tensor)
 
 
 def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> Iterator[MatrixProduct]:

@@ -68,14 +68,14 @@ def traffic(
                 found["scan"] += share * MIXERS[parts[0]].moved(shape)
                 continue
             found["norms"] += share * (_attention_bytes(run) if "attention" in parts else 18 * shape.hidden_size)
-            width = shape.ffn_hidden_size if "mlp" in parts else 0
+            width: float = shape.ffn_hidden_size if "mlp" in parts else 0
             if mixture:
-                width = shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size
+                width = run.routed * shape.expert_ffn_hidden_size + shape.shared_expert_size
             found["activation"] += share * (16 if shape.gated else 10) * width * (0.75 if fused and mixture else 1)
             if mixture:
                 # an FP32 router casts its input and its input's gradient
                 casts = 16 * shape.hidden_size if run.model.get("moe_router_dtype") else 0
-                sent = 12 * shape.expert_topk * shape.expert_hidden_size
+                sent = 12 * run.routed * shape.expert_hidden_size
                 found["routing"] += share * (sent + 8 * (shape.experts or 0) + casts)
         found["loss"] += chunk.heads(shape) * 12 * shape.vocab_size * rows / tensor
     cast = quantized_bytes(gemms, run.machine.arch if run.machine is not None else None)

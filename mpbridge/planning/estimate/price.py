@@ -192,7 +192,7 @@ def host_units(run: RunFacts, work: Work) -> float:
 
 def _wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, float]]:
     """(constant, ideal seconds) of a collective: the bytes that leave the rank, over the link that limits it."""
-    if one.group == "expert":
+    if one.group == "expert" and one.kind == "all_to_all":
         return _expert_wire(run, one, machine)
     size = float(one.bytes) * one.times
     share = (one.ranks - 1) / one.ranks
@@ -200,10 +200,15 @@ def _wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, f
         "all_gather": size * (one.ranks - 1),
         "reduce_scatter": size * share,
         "all_reduce": 2 * size * share,
+        "all_to_all": size * share,
     }.get(one.kind, size)
     if one.group == "tensor":
         name = "tensor_overlapped" if run.model.get("tp_comm_overlap") else "tensor"
         return [(name, moved / _link(machine, one.ranks))]
+    if one.group == "expert":
+        over = "_overlapped" if run.model.get("overlap_moe_expert_parallel_comm") else ""
+        wider = one.ranks > machine.domain and machine.network
+        return [(f"expert_{'network' if wider else 'link'}{over}", moved / _link(machine, one.ranks))]
     if one.group == "context":
         return [("context", moved / _link(machine, one.ranks * run.parallel.tensor))]
     if one.group == "pipeline":

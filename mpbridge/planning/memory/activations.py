@@ -268,7 +268,7 @@ def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wi
     """What the MLP of a mixture keeps: each token goes to top-k experts; a balanced router gives every rank an equal share."""
     shape, tensor = run.shape, run.parallel.tensor
     width = run.parallel.expert_width
-    routed = count * shape.expert_topk * width / tensor
+    routed = count * run.routed * width / tensor
     # the function's result, or the factors of a gate and their product, which the router's weight multiplies
     unfused = 0 if _fused(run) else 3 if shape.gated else 1
     return replace(
@@ -287,7 +287,8 @@ def _attention(run: RunFacts, count: float, low: float, wide: int, apart: float)
     sums = count * shape.num_attention_heads / tensor * 4  # FP32 log-sum-exp of fused attention
     if shape.latent_attention is None:
         inner = shape.num_attention_heads * shape.kv_channels
-        width = inner + 2 * shape.num_query_groups * shape.kv_channels
+        # an output's gate and its factors before the product (attention.py _apply_output_gate)
+        width = (3 if shape.gated_attention else 1) * inner + 2 * shape.num_query_groups * shape.kv_channels
         return count * ((width + inner) * wide + inner * apart) / tensor + sums, 0.0
     latent = shape.latent_attention
     keys = shape.num_attention_heads * (latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"])
@@ -308,8 +309,6 @@ def _scores(policy: PrecisionPolicy, run: RunFacts, count: float) -> float:
 
 def _head(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> float:
     """Logits with their FP32 softmax on the last stage for one micro-batch; more copies if the loss is fused or the embedding's gradient deferred."""
-    if not any(chunk.last for chunk in chunks):
-        return 0.0
     model = run.model
     rows = run.tokens * run.shape.vocab_size / run.parallel.tensor
     narrow = (policy.logits or policy.compute).bytes
@@ -320,4 +319,4 @@ def _head(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> fl
     if model.get("defer_embedding_wgrad_compute"):
         count = batches(run)
         each += narrow * min(count, int(model.get("wgrad_deferral_limit") or count))
-    return rows * each * (1 + run.shape.mtp_layers)
+    return rows * each * sum(chunk.heads(run.shape) for chunk in chunks)

@@ -92,10 +92,9 @@ def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, s
 
 def empty(run: RunFacts, params: DType, grads: DType, *, apart: bool) -> Buffer:
     """A buffer of these dtypes without parameters."""
-    instances = int(run.ddp.get("num_distributed_optimizer_instances") or 1)
-    # more instances than ranks: `optimizer-instances-without-ranks` refuses them
-    group = max(1, run.parallel.replicas(expert=apart) // instances)
-    return Buffer(params=params, grads=grads, group=group, apart=apart, distributed=run.optimizer.distributed)
+    return Buffer(
+        params=params, grads=grads, group=run.sharers(expert=apart), apart=apart, distributed=run.optimizer.distributed
+    )
 
 
 def bucket_size(run: RunFacts) -> int | None:

@@ -162,7 +162,7 @@ def total_parameters(run: RunFacts) -> int:
 
 def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
     """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam with main weights wastes if the engine has its own."""
-    at, ranks = Coordinates.of(rank, run.parallel), run.parallel.replicas
+    at, ranks = Coordinates.of(rank, run.parallel), run.sharers
     return 4 * sum(-(-p.weight.elements // ranks(expert=p.weight.expert)) for p in rank_parameters(run, at))
 
 

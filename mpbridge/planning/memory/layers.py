@@ -257,7 +257,7 @@ def _row(path: str, out: int, inner: int, tensor: int, *, bias: bool, expert: bo
 def _attention(shape: ModelShape, tensor: int) -> list[Weight]:
     width = shape.kv_channels
     inner = shape.num_attention_heads * width
-    rows = inner + 2 * shape.num_query_groups * width
+    rows = (2 if shape.gated_attention else 1) * inner + 2 * shape.num_query_groups * width
     sinks = [Weight("self_attention.core_attention.softmax_offset", (shape.num_attention_heads // tensor,))]
     found = sinks if shape.sinks else []
     found += _row("self_attention.linear_proj", shape.hidden_size, inner, tensor, bias=shape.linear_bias)

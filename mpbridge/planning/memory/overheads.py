@@ -110,7 +110,7 @@ def _sizes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, every: bool)
 
 def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     """Gathered layers under full sharding, the receiving side of an all-to-all reduce-scatter."""
-    full = "params" in run.traits.shards
+    full = run.sharded("params")
     if not full and not run.ddp.get("reduce_scatter_with_fp32_accumulation"):
         return 0
     sizes: Counter[int | None] = Counter()

@@ -37,8 +37,8 @@ class Chunk:
         return (*self.layers, *[shape.num_layers - 1] * self.ahead(shape))
 
     def heads(self, shape: ModelShape) -> int:
-        """Number of times that its output layer is applied per micro-batch."""
-        return int(self.last) + self.ahead(shape)
+        """Number of times that its output layer is applied per micro-batch: also to what prediction layers of other stages send (GPTModel._postprocess)."""
+        return 1 + shape.mtp_layers if self.last else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections import Counter
 
 import pytest
 
 from mpbridge.common.errors import BadValue
 from mpbridge.planning.estimate.build import work
 from mpbridge.planning.estimate.gemms import model_flops_per_token
+from mpbridge.planning.memory.layers import layer_weights
 from mpbridge.settings.container import ConfigContainer
 from scripts.evidence.published import CANNOT, UNUSUAL, priced, rows, run_of
 
@@ -92,3 +95,176 @@ def test_parameters_kept_in_fp32_are_gathered_and_reduced_in_fp32_when_sharded()
     weights = sum(one.bytes for one in work(run.policy, run.facts, 0).step if one.kind == "reduce_scatter")
     assert weights == sent["reduce_scatter", "fp32"]
     assert sent["all_gather", "bf16"] > 0
+
+
+def sent_by(world, rank=0, engine="mcore", config="moe_tiny", **sections):
+    """(kind, group, ranks) -> bytes of one rank's part, times how often, over a micro-batch and a step."""
+    box = ConfigContainer.load(
+        f"configs/{config}.yaml",
+        [
+            f"{section}.{name}={json.dumps(value)}"
+            for section, given in sections.items()
+            for name, value in given.items()
+        ],
+        check=False,
+    )
+    run = box.resolved(world)
+    listed = work(run.policy, dataclasses.replace(run.facts, engine=engine), rank)
+    found = Counter()
+    for one in (*listed.collectives, *listed.step):
+        found[one.kind, one.group, one.ranks] += one.bytes * one.times
+    return run.facts, found
+
+
+def test_experts_split_over_tensor_ranks_gather_and_scatter_their_rows():
+    """token_dispatcher.py MoEAlltoAllTokenDispatcher: dispatch_postprocess gathers each rank's rows, combine_preprocess scatters their sums; backward the reverse."""
+    sizes = {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": True,
+    }
+    run, found = sent_by(2, parallel=sizes, model={"moe_token_dispatcher_type": "alltoall"})
+    _, alone = sent_by(
+        2, parallel=sizes | {"expert_tensor_parallel_size": 1}, model={"moe_token_dispatcher_type": "alltoall"}
+    )
+    rows = run.tokens // 2 * run.shape.expert_topk
+    each = rows * run.shape.hidden_size * 2 * sum(run.shape.expert_layers)
+    for kind, parts in (("all_gather", 1), ("reduce_scatter", 2)):
+        assert found[kind, "tensor", 2] - alone[kind, "tensor", 2] == 2 * parts * each
+
+
+def test_the_dispatcher_that_gathers_sends_every_token_to_every_rank():
+    """token_dispatcher.py MoEAllGatherTokenDispatcher over expert x tensor ranks: a gather of hidden states, a scatter of sums, and both again backward."""
+    run, found = sent_by(
+        4, parallel={"expert_model_parallel_size": 4}, model={"moe_token_dispatcher_type": "allgather"}
+    )
+    part = run.tokens * run.shape.hidden_size * 2 * sum(run.shape.expert_layers)
+    assert found["all_gather", "expert", 4] == 2 * part
+    assert found["reduce_scatter", "expert", 4] == 2 * 4 * part
+    assert not found["all_to_all", "expert", 4]
+
+
+def test_padding_to_a_capacity_is_sent_and_computed():
+    parts = {"parallel": {"expert_model_parallel_size": 4}}
+    padded = {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_expert_capacity_factor": 3.0,
+        "moe_pad_expert_input_to_capacity": True,
+    }
+    dropped = padded | {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": False}
+    plain, thrice, half = (
+        sent_by(4, **parts, model=model)[1]["all_to_all", "expert", 4]
+        for model in ({"moe_token_dispatcher_type": "alltoall"}, padded, dropped)
+    )
+    assert thrice == 3 * plain == 6 * half
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "sizes"), [("p2p", "send", 3), ("all_gather", "send", 3), ("a2a", "all_to_all", 2)]
+)
+def test_context_parallel_ranks_send_what_their_way_sends(way, kind, sizes):
+    """context_parallel.py: keys and values, again in backward, and their gradients; by a2a queries and results beside them, and all gradients."""
+    run, found = sent_by(2, config="gpt_tiny", parallel={"context_parallel_size": 2}, model={"cp_comm_type": way})
+    shape, pairs = run.shape, 2 * run.shape.num_query_groups * run.shape.kv_channels
+    width = pairs + (2 * shape.num_attention_heads * shape.kv_channels if way == "a2a" else 0)
+    assert found[kind, "context", 2] == sizes * shape.num_layers * run.tokens * width * 2
+
+
+def test_attention_alone_is_sent_of_a_hybrid_and_latent_keys_in_their_width():
+    run, found = sent_by(2, config="nemotron_h_tiny", parallel={"context_parallel_size": 2})
+    each = 3 * run.tokens * 2 * run.shape.num_query_groups * run.shape.kv_channels * 2
+    assert found["send", "context", 2] == run.shape.pattern.count("*") * each > 0
+    latent = {
+        "multi_latent_attention": True,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 32,
+        "qk_pos_emb_head_dim": 16,
+        "v_head_dim": 24,
+    }
+    run, found = sent_by(2, config="gpt_tiny", parallel={"context_parallel_size": 2}, model=latent)
+    assert (
+        found["send", "context", 2]
+        == run.shape.num_layers * 3 * run.tokens * run.shape.num_attention_heads * (32 + 16 + 24) * 2
+    )
+
+
+def test_instances_of_the_distributed_optimizer_add_up_their_shards():
+    """param_and_grad_buffer.py start_grad_sync: a scatter in each instance of 2 ranks, then a sum of the shards over 4 instances."""
+    one, many = ({"use_distributed_optimizer": True, "num_distributed_optimizer_instances": count} for count in (1, 4))
+    (_, alone), (_, found) = (
+        sent_by(8, config="gpt_tiny", ddp=given, train={"global_batch_size": 64}) for given in (one, many)
+    )
+    assert not [key for key in alone if key[0] == "all_reduce"]
+    assert found["all_reduce", "data", 4] == found["reduce_scatter", "data", 2] // 2 > 0
+
+
+def test_a_tied_embedding_of_two_stages_is_added_up_once_per_step():
+    sizes, batch = {"pipeline_model_parallel_size": 2}, {"global_batch_size": 16}
+    run, found = sent_by(
+        2, config="gpt_tiny", parallel=sizes, train=batch, model={"share_embeddings_and_output_weights": True}
+    )
+    assert found["all_reduce", "embedding", 2] in (
+        run.shape.vocab_size * run.shape.hidden_size * width for width in (2, 4)
+    )
+    _, untied = sent_by(
+        2, config="gpt_tiny", parallel=sizes, train=batch, model={"share_embeddings_and_output_weights": False}
+    )
+    assert not untied["all_reduce", "embedding", 2]
+
+
+def test_a_wrapper_that_shards_states_alone_gathers_weights_once_per_step():
+    def once(strategy):
+        box = ConfigContainer.load(
+            "configs/gpt_tiny.yaml",
+            [
+                f"ddp.data_parallel_sharding_strategy={strategy}",
+                "engine=megatron_fsdp",
+                "train.global_batch_size=16",
+                "train.micro_batch_size=2",
+            ],
+            check=False,
+        )
+        run = box.resolved(2)
+        return {one.kind: one.times for one in work(run.policy, run.facts, 0).step}
+
+    micro = 4
+    assert once("optim_grads_params") == {"all_gather": 2 * micro, "reduce_scatter": micro}
+    assert once("optim_grads") == {"all_gather": 1, "reduce_scatter": micro}
+    assert once("optim") == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def test_the_last_stage_computes_the_logits_of_prediction_on_another_stage():
+    layout = {"mtp_num_layers": 2, "pipeline_model_parallel_layout": "Etttt|mm|L"}
+    box = ConfigContainer.load(
+        "configs/gpt_tiny.yaml",
+        [f"model.{name}={value}" for name, value in layout.items()]
+        + ["parallel.pipeline_model_parallel_size=3", "train.global_batch_size=16"],
+        check=False,
+    )
+    run = box.resolved(3)
+    heads = [
+        sum(one.where == "output_layer" and one.step == "forward" for one in work(run.policy, run.facts, rank).gemms)
+        for rank in range(3)
+    ]
+    assert heads == [0, 0, 3]
+
+
+def test_a_gate_of_attentions_output_is_a_product_of_the_projection():
+    """attention.py SelfAttention: kv_channels x num_attention_heads rows more."""
+    plain, gated = (
+        ConfigContainer.load("configs/gpt_tiny.yaml", [f"model.attention_output_gate={on}"], check=False)
+        .resolved(1)
+        .facts.shape
+        for on in ("false", "true")
+    )
+    rows = [
+        next(
+            w.shape[0]
+            for w in layer_weights(shape, parts=("attention", "mlp"))
+            if w.path == "self_attention.linear_qkv.weight"
+        )
+        for shape in (plain, gated)
+    ]
+    assert rows[1] - rows[0] == plain.num_attention_heads * plain.kv_channels

@@ -486,7 +486,9 @@ def test_what_is_counted_as_more_than_it_is_never_certainly_exceeds_a_memory(cap
     settings = ["--config", "llama3_8b", "--target", "h100", "--world-size", "8", *batches, "--json"]
     assert main(["check", *settings]) == 1
     assert "does not fit" in json.loads(capsys.readouterr().out)["verdict"]
-    assert main(["check", *settings, "model.variable_seq_lengths=true", "model.moe_token_dispatcher_type=alltoall"]) == 0
+    assert (
+        main(["check", *settings, "model.variable_seq_lengths=true", "model.moe_token_dispatcher_type=alltoall"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"].startswith("yes: tight")
     assert any("sequences of several lengths" in note and "at most as large" in note for note in found["notes"])

@@ -35,6 +35,13 @@ def run_of(config, world, *overrides):
     return simulated_run(ConfigContainer.load(f"configs/{config}.yaml", list(overrides), check=False), world)[0]
 
 
+NARROW = [
+    "parallel.tensor_model_parallel_size=2",
+    "parallel.sequence_parallel=true",
+    "data.seq_length=128",
+    "train.micro_batch_size=8",
+    "train.global_batch_size=16",
+]
 # a few layers keep megatron-core's construction short; the layouts are the interesting ones
 STEPS = {
     "one process": ("gpt_tiny", 1, [0], []),
@@ -46,6 +53,18 @@ STEPS = {
         ["model.num_layers=4", "train.global_batch_size=16", "parallel.pipeline_model_parallel_size=4"],
     ),
     "experts, balanced": ("moe_tiny", 4, [0, 3], ["parallel.expert_model_parallel_size=2"]),
+    "experts, a shared one in two ranks": (
+        "moe_tiny",
+        4,
+        [0],
+        [
+            *NARROW,
+            "model.moe_shared_expert_intermediate_size=64",
+            "parallel.expert_tensor_parallel_size=1",
+            "parallel.expert_model_parallel_size=2",
+        ],
+    ),
+    "prediction ahead in two ranks": ("gpt_tiny", 2, [0], [*NARROW, "model.mtp_num_layers=2"]),
     "Mamba layers": (
         "nemotron_h_tiny",
         2,
