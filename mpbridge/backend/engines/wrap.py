@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused
-from mpbridge.common.formats import DType, dtype
-from mpbridge.precision.policy import PrecisionPolicy, own_main
+from mpbridge.common.formats import dtype
 from mpbridge.precision.sync.plan import Plan
 
 
@@ -23,6 +22,7 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     from megatron.core.optimizer import get_megatron_optimizer
 
     from mpbridge.backend.megatron.inside_optimizer import padded
+    from mpbridge.backend.megatron.targets import refuse_unkept
     from mpbridge.backend.models.gpt import in_precision
 
     if not isinstance(plan, Plan) or plan.policy is None:
@@ -33,7 +33,7 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     config, ddp = chunks[0].config, plan.targets.get("ddp") if ddp_config is None else ddp_config
     if ddp is None or isinstance(ddp, dict):
         raise BadValue("the plan was made without a live DDP config: pass it to plan(ddp=...), or here as ddp_config=")
-    _refuse_unkept(plan.policy, ddp, optimizer_config)
+    refuse_unkept(plan.policy, ddp, optimizer_config)
     _require_applied(chunks, plan)
     chunks = [in_precision(config, chunk, plan.policy) for chunk in chunks]
     plain = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
@@ -51,20 +51,4 @@ def _require_applied(chunks: Sequence[Any], plan: Plan) -> None:
     if found is not wanted:
         raise Refused(
             f"the model's config says params_dtype={found.short}, the plan {wanted.short}: call mpbridge.apply(plan) before the model is built"
-        )
-
-
-def _refuse_unkept(policy: PrecisionPolicy, *configs: Any) -> None:
-    """Raises Refused for weights that Float16Module or the distributed optimizer would keep in another dtype than the policy says."""
-    if policy.compute is DType.FP32:
-        return
-    if policy.params is DType.FP32:
-        raise Refused(
-            f"params_dtype=fp32 with {policy.compute.short} compute: megatron-core's Float16Module casts the whole model, and its optimizer would then"
-            " update 16-bit weights without main weights; engine=fsdp2 of mpbridge trains it, or mixed_precision.params_dtype=null"
-        )
-    if own_main(policy) and any(getattr(config, "use_distributed_optimizer", False) for config in configs):
-        raise Refused(
-            f"{policy.params.short} parameters as their own main copy: the distributed optimizer silently creates FP32 main weights and moments;"
-            " use_distributed_optimizer=False keeps them"
         )

@@ -22,7 +22,7 @@ from mpbridge.precision.megatron_spec.versions import current, nearest
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.precision.sync.apply import spelled
+from mpbridge.precision.sync.apply import commit, spelled
 from mpbridge.precision.sync.plan import Plan, Receipt, plan
 
 GPU: Machine = machine("gb200")
@@ -50,6 +50,8 @@ POLICIES: dict[str, PrecisionPolicy] = {name: policy for name, policy in ALL.ite
     ),
     "states_off": resolve(MixedPrecisionConfig(bf16=True, use_precision_aware_optimizer=False)),
 }  # fmt: skip
+UNKEPT = (ALL["fp32_params_bf16_compute"], ALL["full_bf16"])
+"""Policies that `apply` refuses for these configs, with their distributed optimizer; their fields are compared all the same."""
 
 _DENSE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -93,7 +95,8 @@ def planned(objects: Any, policy: PrecisionPolicy | None, after: Receipt | None 
 
 
 def applied(objects: Any, policy: PrecisionPolicy | None, after: Receipt | None = None, **more: Any) -> Receipt:
-    return targets.apply(planned(objects, policy, after, **more), machine=GPU, versions=HERE)
+    made = planned(objects, policy, after, **more)
+    return commit(made, spell=compile_rules) if policy in UNKEPT else targets.apply(made, machine=GPU, versions=HERE)
 
 
 def built(inputs: dict[str, dict[str, Any]], policy: PrecisionPolicy | None, **more: Any) -> targets.Targets:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
 
 from mpbridge import apply, wrap
+from mpbridge.backend.megatron import targets
 from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UnknownName, UpstreamRefused
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.apply import commit
 from mpbridge.precision.sync.plan import plan
 
@@ -72,6 +77,50 @@ def test_weights_that_megatron_core_would_keep_otherwise_are_refused(
     model = types.SimpleNamespace(config=config)
     with pytest.raises(Refused, match=refusal):
         wrap(model, plan(recipe, model=config, optimizer=optimizer, ddp=ddp), optimizer)
+
+
+UNSAID = {
+    "main weights": MixedPrecisionConfig(bf16=True, params_dtype="fp32"),
+    "main_params_dtype=fp16": MixedPrecisionConfig(fp16=True, main_params_dtype="fp16", grad_reduce_in_fp32=False),
+    "main_grads_dtype=bf16": MixedPrecisionConfig(bf16=True, main_grads_dtype="bf16", grad_reduce_in_fp32=False),
+    "grad_accumulation_dtype=fp32": MixedPrecisionConfig(bf16=True, grad_accumulation_dtype="fp32", grad_reduce_in_fp32=False),
+    "output_dtype=fp32": MixedPrecisionConfig(bf16=True, output_dtype="fp32"),
+    "logit_dtype=fp32": MixedPrecisionConfig(bf16=True, logit_dtype="fp32"),
+}  # fmt: skip
+"""Configs of which no field of megatron-core says the fact that the key names, on a DDP without a distributed optimizer."""
+
+
+@pytest.mark.parametrize("said", UNSAID)
+@pytest.mark.parametrize("realization", ["native", "emulated"])
+def test_what_no_field_expresses_is_refused_before_anything_is_written(said: str, realization: Any) -> None:
+    objects = live({**INPUTS["dense"], "optimizer": {"lr": 1e-3}, "ddp": {}})
+    before = facts_of(objects)
+    made = planned(objects, resolve(UNSAID[said]), realization=realization)
+    with pytest.raises(Refused, match=said):
+        apply(made)
+    assert facts_of(objects) == before
+    with pytest.raises(Refused, match=said):
+        wrap(types.SimpleNamespace(config=objects.model), made, objects.optimizer)
+
+
+def test_weights_that_a_rule_stores_are_refused_where_megatron_core_would_not_store_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules = {"mlp.linear_fc1": {"fp8": "hybrid", "fp8_param": True}}
+    policy = resolve(MixedPrecisionConfig(bf16=True, modules=rules))
+    for core, refused in (("0.16.1", True), ("0.20.0", False)):
+        monkeypatch.setattr(targets, "current", lambda core=core: core)
+        with pytest.raises(Refused, match="stored by a rule under modules") if refused else contextlib.nullcontext():
+            targets.refuse_unkept(policy)
+
+
+@pytest.mark.parametrize("glob", ["keep_fp32", "frozen"])
+def test_what_wrap_does_later_is_written_and_said(glob: str, caplog: pytest.LogCaptureFixture) -> None:
+    objects = live(INPUTS["dense"])
+    with caplog.at_level(logging.WARNING, logger="mpbridge"):
+        apply(planned(objects, resolve(MixedPrecisionConfig(bf16=True, **{glob: ("*norm*",)}))))
+    assert objects.model.bf16 is True
+    assert f"{glob}=['*norm*']: mpbridge.wrap does that" in caplog.text
 
 
 def test_a_plain_namespace_is_written() -> None:
