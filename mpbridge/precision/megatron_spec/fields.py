@@ -35,9 +35,13 @@ def _of(low: Literal["fp8", "fp4"], attribute: str, off: Any) -> FieldValue:
     return value
 
 
-def _gathers_fp4(facts: Facts) -> bool:
-    quant = facts.policy.fp4
-    return quant is not None and quant.stored and not facts.policy.all_frozen
+def _gathers(bits: int) -> FieldValue:
+    """Whether weights of that width are gathered: the distributed optimizer quantizes anew what it updated by this switch alone, also what a module's rule stores."""
+    # a frozen base is in no buffer: 0.16 lacks FP4's switch and needs none then
+    return lambda f: (
+        any(quant.bits == bits and quant.stored for quant in f.policy.quants)
+        and not (bits == 4 and f.policy.all_frozen)
+    )
 
 
 def _scale(attribute: str) -> FieldValue:
@@ -215,8 +219,8 @@ _LOW: tuple[PrecisionField, ...] = (
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
-    _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters all-gathered in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
-    _row("ddp", "fp4_param_gather", _gathers_fp4, "parameters all-gathered in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
+    _row("ddp", "fp8_param_gather", _gathers(8), "parameters all-gathered in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
+    _row("ddp", "fp4_param_gather", _gathers(4), "parameters all-gathered in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
 )  # fmt: skip
 _STATES: tuple[PrecisionField, ...] = (
     _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32",

@@ -80,6 +80,8 @@ TABLE = {
     "edge-layers-leave-nothing": ({"recipe": "nemotron_3_super_bf16_with_nvfp4_mixed", **B200}, {"recipe": "nvfp4", **B200}),
     "module-rule-in-stored-layer": ({"recipe": "fp8_cs", "config": {"modules": {"mlp.linear_fc2": "bf16"}}},
         {"recipe": "fp8_cs", "config": {"modules": {"mlp.linear_fc2": "bf16"}, "fp8_param_gather": False}}),
+    "module-rule-stores-weights": ({"config": {"modules": {"mlp.linear_fc2": {"fp8": "hybrid", "fp8_param_gather": True}}}},
+        {"config": {"modules": {"mlp.linear_fc2": {"fp8": "hybrid", "fp8_param_gather": True}}}, "versions": dataclasses.replace(NOW, megatron_core="0.20.0")}),
     "module-rule-matches-nothing": ({"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc3": "bf16"}}},
         {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc*": "bf16"}}}),
     "module-rule-of-another-model": ({"recipe": "fp8_sc", "config": {"modules": {"*mixer.out_proj": "mxfp8"}}},

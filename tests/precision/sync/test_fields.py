@@ -146,6 +146,15 @@ def test_megatron_fsdp_is_told_of_fp32_gradients_in_the_words_of_its_version() -
     assert ddp("0.20.0", False) == {"grad_reduce_in_fp32": True}
 
 
+def test_weights_that_only_a_rule_stores_are_quantized_anew_by_the_optimizer() -> None:
+    # core/optimizer/distrib_optimizer.py (d98e8a64): quantize_param_shard runs under ddp_config.fp8_param_gather, quantize_nvfp4_param_shard under fp4_param_gather
+    for rule, field in (({"fp8": "hybrid", "fp8_param": True}, "fp8"), ({"fp4": "e2m1", "fp4_param": True}, "fp4")):
+        config = MixedPrecisionConfig(bf16=True, modules={"mlp.linear_fc1": rule})
+        written = plan(config, model={}, ddp={}, core="0.20.0")
+        assert written.of("ddp") == {f"{field}_param_gather": True, "grad_reduce_in_fp32": True}
+        assert f"{field}_param" not in written.of("model")
+
+
 def test_emulation_tells_megatron_cores_model_and_wrapper_of_no_quantization() -> None:
     words = ("fp8", "fp4", "first_last", "num_layers", "quant")
     for name, policy in POLICIES.items():
