@@ -49,8 +49,8 @@ class MixedPrecisionConfig(BridgeFields):
     """Bridge's 31 fields with Bridge's defaults; `ours()` is the equivalent config of mpbridge."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in FIELDS:
-            raise UnknownField("field of MixedPrecisionConfig", name, FIELDS)
+        if name not in self.__dataclass_fields__:
+            raise UnknownField("field of MixedPrecisionConfig", name, self.__dataclass_fields__)
         object.__setattr__(self, name, value)
         twin = _TWINS.get(name)
         if twin is not None and "_made" in self.__dict__:
@@ -69,7 +69,7 @@ class MixedPrecisionConfig(BridgeFields):
     def __reduce__(self) -> tuple[Any, ...]:
         # by this module's name: a process of its own finds it there, whether `install` was called or not
         own = None if type(self) is MixedPrecisionConfig else type(self)
-        return _unpickled, (own, {name: getattr(self, name) for name in FIELDS})
+        return _unpickled, (own, {name: getattr(self, name) for name in self.__dataclass_fields__})
 
     def finalize(self) -> None:
         """Raises Contradiction, which is a ValueError, naming everything in these fields that does not fit together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Mapping
@@ -150,7 +151,9 @@ class MixedPrecisionConfig:
     def __post_init__(self) -> None:
         clashes = twin_clashes(self.__dict__)
         if clashes:
-            raise Contradiction(clashes)
+            raise Contradiction(
+                [f"{fault} (dataclasses.replace passes both: use derive(), or assign one)" for fault in clashes]
+            )
         for a, b in TWINS:
             value = self.__dict__[a] if self.__dict__[a] is not None else self.__dict__[b]
             self.__dict__[a] = self.__dict__[b] = value
@@ -171,7 +174,11 @@ class MixedPrecisionConfig:
             whole = str(self.__dataclass_fields__[name].type).startswith("int")
             if whole and isinstance(value, float) and value.is_integer():
                 value = int(value)  # YAML reads 1e3 as a float, and 2.0 is accepted as 2
-            object.__setattr__(self, name, value)
+            if name == "moe_router_dtype" and not isinstance(value, (str, type(None))):
+                with contextlib.suppress(BadValue):
+                    value = dtype(value).short  # a torch.dtype too; what is none is a fault of its type
+            kept = _kept(value)
+            object.__setattr__(self, name, tuple(kept) if name in GLOBS and isinstance(kept, list) else kept)
             if name in _TWIN_OF and "_made" in self.__dict__:
                 self.__dict__[_TWIN_OF[name]] = value  # a later assignment sets both
 
@@ -197,7 +204,7 @@ class MixedPrecisionConfig:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
         """The config from plain values. Raises UnknownName, BadValue or Contradiction."""
-        return cls().derive(**data)
+        return cls().derive(**{str(name): value for name, value in data.items()})
 
     def derive(self, **changes: Any) -> Self:
         """A changed copy; an unknown field is refused with the nearest name; duplicate fields given together must agree."""
@@ -208,11 +215,11 @@ class MixedPrecisionConfig:
         clashes = twin_clashes(changes)
         if clashes:
             raise Contradiction(clashes)
-        new = copy.copy(self)
+        new = copy.deepcopy(self)
         # None for one of two duplicate fields is ignored if the other is given
         for name, value in changes.items():
             if value is not None or changes.get(_TWIN_OF.get(name, "")) is None:
-                setattr(new, name, tuple(value) if name in GLOBS and isinstance(value, list) else value)
+                setattr(new, name, value)
         return new
 
     def __eq__(self, other: object) -> bool:
@@ -228,6 +235,15 @@ class MixedPrecisionConfig:
 
     def __repr__(self) -> str:
         return f"MixedPrecisionConfig({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
+
+
+def _kept(value: Any) -> Any:
+    """A value as a config keeps it: mappings and lists of its own, so that nobody else's change, and text as plain `str`, not megatron-core's enumerations."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {_kept(name): _kept(item) for name, item in value.items()}
+    return [_kept(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def twin_clashes(said: Mapping[str, Any]) -> list[str]:

@@ -27,8 +27,8 @@ def inert(config: MixedPrecisionConfig, base: MixedPrecisionConfig | None = None
     """The fields of `config` that could be omitted, each as 'fp8_recipe=mxfp8 (read only with fp8)'; base: what its author started from."""
     start, found = (base or MixedPrecisionConfig()).stored(), []
     for name, value in config.given().items():
-        row = ROWS[name]
-        if not row.read_with or CONDITIONS[row.read_with](config) or value in (start[name], row.usual):
+        row = ROWS.get(name)  # None: a field of a subclass
+        if row is None or not row.read_with or CONDITIONS[row.read_with](config) or value in (start[name], row.usual):
             continue
         try:
             same = resolve(config.derive(**{name: start[name]})) == resolve(config)

@@ -14,7 +14,13 @@ from mpbridge.precision.quants import QUANT_FIELDS, quant_faults, quant_of, row_
 from mpbridge.precision.regions import GEMMS, Gemms, Quant, Region, Spans
 from mpbridge.precision.scalings import SCALINGS, bits_of
 
-_QUANT_KEYS = (*QUANT_FIELDS, "fp8_param_gather", "fp4_param_gather")
+_QUANT_KEYS = (
+    *(
+        name for name in QUANT_FIELDS if not name.endswith("attention")
+    ),  # attention is no linear: the recipe's own switches decide
+    "fp8_param_gather",
+    "fp4_param_gather",
+)
 _RANGE = re.compile(r"(-?\d+)(?:\s*(?:-|to)\s*(-?\d+))?")
 _END = re.compile(r"(first|last)\s+(\d+)")
 
@@ -24,6 +30,8 @@ def module_regions(v: Mapping[str, Any], base: DType, faults: list[str]) -> tupl
     regions = []
     for pattern, said in (v["modules"] or {}).items():
         rules = said if isinstance(said, (list, tuple)) else [said]
+        if not rules:
+            faults.append(f"modules[{pattern!r}]=[]: expected a rule, or a list of them")
         for number, rule in enumerate(rules):
             where = f"modules[{pattern!r}]" + (f"[{number}]" if len(rules) > 1 else "")
             try:
@@ -73,10 +81,7 @@ def _region(pattern: str, rule: Any, base: DType) -> Region:
     if not isinstance(rule, Mapping):
         return Region(modules=pattern, quant=rule_of_word(rule, base))
     named = [name for name in GEMMS if name in rule]
-    unknown = [str(name) for name in rule if name not in (*_QUANT_KEYS, *GEMMS, "layers", "precision")]
-    if unknown:
-        possible = ", ".join((*GEMMS, "layers", "precision", *QUANT_FIELDS))
-        raise BadValue(f"{', '.join(unknown)} cannot be set per module (possible: {possible})")
+    _refuse_other(rule, "per module", *GEMMS, "layers", "precision")
     fields = {name: value for name, value in rule.items() if name in _QUANT_KEYS}
     said = ("precision" if "precision" in rule else "", ", ".join(named), "fp8 or fp4 fields" if fields else "")
     ways = [word for word in said if word]
@@ -95,10 +100,19 @@ def _region(pattern: str, rule: Any, base: DType) -> Region:
     return Region(modules=pattern, layers=layers, quant=first, gemms=None if gemms.one else gemms)
 
 
+def _refuse_other(rule: Mapping[Any, Any], where: str, *beside: str) -> None:
+    possible = (*beside, *_QUANT_KEYS)
+    unknown = [str(name) for name in rule if name not in possible]
+    if unknown:
+        raise BadValue(f"{', '.join(unknown)} cannot be set {where} (possible: {', '.join(possible)})")
+
+
 def _of_gemm(name: str, rule: Any, base: DType) -> Quant | None:
+    if isinstance(rule, Mapping):
+        _refuse_other(rule, f"for {name} alone")
     quant = _by_fields(rule) if isinstance(rule, Mapping) else rule_of_word(rule, base)
-    if quant is not None and (quant.stored or quant.attention != "none"):
-        raise BadValue(f"{name}: stored weights and attention belong to the whole linear, not to one of its GEMMs")
+    if quant is not None and quant.stored:
+        raise BadValue(f"{name}: stored weights belong to the whole linear, not to one of its GEMMs")
     return quant
 
 

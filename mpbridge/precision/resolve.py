@@ -35,7 +35,13 @@ def resolve(
         raise Contradiction([*wrong.values(), *choice_faults(others)])
     checks = (choice_faults, _base_faults, quant_faults, _state_faults, _scale_faults)
     faults = [fault for check in checks for fault in check(values)] + _edge_faults(values, layers)
-    regions = module_regions(values, _base(values), faults)
+    regions = module_regions(values, base := _base(values), faults)
+    low = [name for name in ("fp8", "fp4") if values[name]]
+    low += [f"modules[{region.modules!r}]" for region in regions if region.rules.first is not None]
+    if base is DType.FP32:
+        faults += [
+            f"{name} needs 16-bit compute around it: set bf16=true (or fp16=true)" for name in dict.fromkeys(low)
+        ]
     if faults:
         raise Contradiction(faults)
     policy = _policy(values, regions)
@@ -63,8 +69,6 @@ def _base_faults(v: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"params_dtype={params.short} but {flag} means {base.short}: set {params.short}=true or params_dtype={base.short}"
         )
-    if (v["fp8"] or v["fp4"]) and base is DType.FP32 and len(on) <= 1:
-        faults.append(f"{'fp8' if v['fp8'] else 'fp4'} needs 16-bit compute around it: set bf16=true (or fp16=true)")
     return faults
 
 

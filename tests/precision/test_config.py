@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
 from mpbridge.common.errors import Contradiction, UnknownName
 from mpbridge.common.formats import DType
+from mpbridge.precision.inert import inert
 
 WAYS = {
     "copy": copy.copy,
@@ -50,6 +51,52 @@ def test_a_copy_shares_nothing(way: str) -> None:
     assert other != config
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "copy"])  # which is shallow, as Python's copies are
+def test_a_copy_shares_no_mapping_or_list_either(way: str) -> None:
+    rules, options, globs = (
+        {"mlp.*": [{"layers": [0], "precision": "bf16"}, "mxfp8"]},
+        {"power_of_two": True},
+        ["*norm*"],
+    )
+    config = MixedPrecisionConfig(bf16=True, fp8="hybrid", modules=rules, fp8_options=options, keep_fp32=globs)  # type: ignore[arg-type]
+    other, meant = WAYS[way](config), resolve(config).fingerprint()
+    for mine in (rules, other.modules):
+        mine["mlp.*"][0]["layers"].append(1)
+        mine["mlp.*"].pop()
+        mine["*"] = "bf16"
+    for changed in (options, other.fp8_options):
+        changed["power_of_two"] = False
+    globs.append("*bias*")
+    assert resolve(config).fingerprint() == meant
+
+
+def test_values_are_kept_in_plain_types() -> None:
+    from megatron.core.enums import Fp8Recipe
+
+    rule = {"fp8": "e4m3", "fp8_recipe": Fp8Recipe.mxfp8}
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="hybrid", fp8_recipe=Fp8Recipe.tensorwise, modules={"mlp.*": rule}, keep_fp32=["*norm*"], moe_router_dtype=torch.float32
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert yaml.safe_load(yaml.safe_dump(config.as_data())) == {
+        "bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise", "modules": {"mlp.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}},
+        "keep_fp32": ["*norm*"], "moe_router_dtype": "fp32",
+    }  # fmt: skip
+    assert MixedPrecisionConfig.from_data(config.as_data()) == config
+    assert "Fp8Recipe" not in repr(resolve(config))
+    assert resolve(config).router is DType.FP32
+    with pytest.raises(Contradiction, match="moe_router_dtype='bf16' is not one of fp32, fp64"):
+        resolve(config.derive(moe_router_dtype=torch.bfloat16))
+
+
+def test_a_subclass_may_have_fields_of_its_own() -> None:
+    @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+    class Own(MixedPrecisionConfig):
+        extra: int = 0
+
+    assert inert(Own(bf16=True, extra=3, hysteresis=4)) == inert(MixedPrecisionConfig(bf16=True, hysteresis=4)) != ()
+    assert Own(bf16=True, extra=3).derive(fp16=False).extra == 3
+
+
 @pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16", "BF16", torch.bfloat16, DType.BF16])
 def test_a_dtype_goes_in_in_any_spelling_and_comes_out_as_torchs(spelling: Any) -> None:
     assert MixedPrecisionConfig(params_dtype=spelling).params_dtype is torch.bfloat16
@@ -62,9 +109,12 @@ def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
         lambda: setattr(config, "grad_reduce_in_fp23", True),
         lambda: config.grad_reduce_in_fp23,
         lambda: config.derive(grad_reduce_in_fp23=True),
+        lambda: MixedPrecisionConfig.from_data({"grad_reduce_in_fp23": True}),
     ):
         with pytest.raises(UnknownName, match="nearest: grad_reduce_in_fp32"):
             attempt()
+    with pytest.raises(UnknownName, match="no field of MixedPrecisionConfig named '1'"):
+        MixedPrecisionConfig.from_data({1: 2})  # type: ignore[dict-item]
     assert not hasattr(config, "__wrapped__")  # dunders stay Python's
 
 
@@ -72,8 +122,10 @@ def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
 def test_twin_fields_are_one_fact(one: str, other: str) -> None:
     assert getattr(MixedPrecisionConfig(**{one: True}), other) is True
     assert getattr(MixedPrecisionConfig(**{other: False}), one) is False
-    with pytest.raises(Contradiction, match="are the same setting"):
-        MixedPrecisionConfig(**{one: True, other: False})
+    with pytest.raises(
+        Contradiction, match=r"are the same setting.*dataclasses\.replace passes both: use derive\(\), or assign one"
+    ):
+        dataclasses.replace(MixedPrecisionConfig(**{one: True}), **{other: False})
     config = MixedPrecisionConfig(**{one: True})
     setattr(config, other, False)  # a later assignment sets both
     assert getattr(config, one) is False

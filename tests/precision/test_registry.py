@@ -46,6 +46,14 @@ def test_every_call_gives_a_fresh_object() -> None:
     first = get_mixed_precision_config("bf16_mixed")
     first.grad_reduce_in_fp32 = False
     assert get_mixed_precision_config("bf16_mixed").grad_reduce_in_fp32 is True
+    for name in recipes:
+        if rules := get_mixed_precision_config(name).modules:
+            meant = registry.resolve(name).fingerprint()
+            rules.clear()  # type: ignore[attr-defined]
+            assert registry.resolve(name).fingerprint() == meant
+            break
+    else:
+        raise AssertionError("no built-in recipe has rules under modules")
     mine = MixedPrecisionConfig(bf16=True)
     register(name="always_the_same")(lambda: mine)
     get_mixed_precision_config("always_the_same").hysteresis = 9
