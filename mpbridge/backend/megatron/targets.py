@@ -156,7 +156,7 @@ def refuse_unkept(policy: PrecisionPolicy, *configs: Any) -> None:
         (policy.output is not policy.compute,
          f"output_dtype={policy.output.short} with {low} compute: only engine=fsdp2 of mpbridge casts what a module returns; mixed_precision.output_dtype=null"),
         (policy.logits is not None,
-         f"logit_dtype={say(policy.logits)}: megatron-core has no such setting, mpbridge's engines build the output layer that way; mixed_precision.logit_dtype=null"),
+         f"logit_dtype={say(policy.logits)}: an argument of models, no field; mpbridge's engines build the output layer that way; mixed_precision.logit_dtype=null"),
     )  # fmt: skip
     faults = [text for applies, text in rows if applies]
     if faults:

@@ -6,6 +6,7 @@ Read at d98e8a64 (core 0.20.0) against its own parser: defaults of megatron/trai
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from mpbridge.common.facts import BESIDE_ADAM, EMERGING
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
-from mpbridge.interop.stacks.megatron_lm_arguments import CORE, NAME, own_settings
+from mpbridge.interop.stacks.megatron_lm_arguments import CORE, NAME, own_settings, takes
 from mpbridge.interop.stacks.megatron_lm_arguments import VERSIONS as VERSIONS
 from mpbridge.interop.stacks.megatron_lm_import import read
 from mpbridge.interop.stacks.optimizers import at_ours
@@ -23,6 +24,7 @@ from mpbridge.interop.stacks.sharded_torch import environment, process_wide
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, BEFORE_018, SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy
 
+_OPTION = re.compile(r" (?=--)")
 Flags = Iterator[tuple[Any, str]]
 """(whether it applies, the words) of each flag."""
 
@@ -34,7 +36,11 @@ def export(request: Request) -> Export:
     rules = any(region not in request.unnamed for region in policy.module_regions)
     file = (rules, "--te-precision-config-file precision.yaml")
     flags = (*_flags(request, core), file, *_model(request, core), *_optimizer(request))
-    words = [words for applies, words in flags if applies]
+    # what the parser refuses is not written: the meaning of the rest says what is lost
+    written = [
+        [one for one in _OPTION.split(words) if takes(one, request.version)] for applies, words in flags if applies
+    ]
+    words = [" ".join(options) for options in written if options]
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if rules:
         pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=core)))

@@ -39,6 +39,13 @@ def options(version: str = [*VERSIONS][-1]) -> Mapping[str, Any]:
     return MappingProxyType({**found, "--use-custom-fsdp": 0})
 
 
+def takes(word: str, version: str) -> bool:
+    """Whether its parser takes an option with that value ('--exp-avg-dtype fp8'): of those that are read here, by the choices that it lists."""
+    data, (option, _, value) = shipped("interop/stacks/data/megatron_lm.json"), word.partition(" ")
+    choices = {**data["choices"], **data["older"].get(version, {}).get("choices", {})}
+    return option not in choices or value in choices[option].split()
+
+
 MODULES_FILE = "--te-precision-config-file"
 VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType({
     # option -> (name, its default, whose type it takes), by subject

@@ -11,6 +11,7 @@ from mpbridge.common.errors import BadValue, cut
 from mpbridge.interop.stacks.base import Line, Request
 from mpbridge.planning.memory.names import any_gpt, listed
 from mpbridge.planning.memory.overheads import hybrid
+from mpbridge.precision.globs import DECODER, within
 from mpbridge.precision.megatron_spec.module_rules import as_dict, params
 from mpbridge.precision.megatron_spec.precision_field import ModuleRules
 from mpbridge.precision.megatron_spec.schema import records
@@ -88,9 +89,12 @@ def rules_file(request: Request, *, core: str) -> str:
     import yaml
 
     depth, regions = _depth(request), request.policy.regions
-    if depth is not None:
+    if depth is not None and request.run is not None:
         kept = tuple(region for region in regions if region.ends or _sayable(request, region, core))
-        return yaml.safe_dump(as_dict(ModuleRules(regions=kept), range(depth), depth, core=core), sort_keys=False)
+        made = as_dict(
+            ModuleRules(regions=kept), range(depth), depth, ahead=request.run.facts.shape.mtp_layers, core=core
+        )
+        return yaml.safe_dump(made, sort_keys=False)
     numbered = {f"rule_{index}": region for index, region in enumerate(request.policy.module_regions)}
     said = {name: region for name, region in numbered.items() if _sayable(request, region, core)}
     outside = request.policy.quant is None
@@ -108,7 +112,8 @@ def _patterns(region: Region) -> Iterator[str]:
         yield region.modules if region.modules.startswith("*") else f"*{region.modules}"
         return
     for first, last in region.layers:
-        yield from (f"*layers.{number}.{region.modules}" for number in range(first, last + 1))
+        for stem in map(DECODER.format, range(first, last + 1)):
+            yield from (f"{stem}{glob}" for glob in within(region.modules, stem))
 
 
 _LAYER = re.compile(r"\*?(?:decoder\.)?layers\.(\d+)\.(.+)")

@@ -71,7 +71,7 @@ REASONS: Mapping[str, Mapping[str, str]] = MappingProxyType({
     },
     "logits": {
         "": "the model's code decides, or its loss upcasts them afterwards",
-        "megatron-lm": "the flag exists from core 0.20 on",
+        "megatron-lm": "the flag exists from core 0.20 on, for bf16 and fp32",
         "megatron-bridge": "an argument of GPTModel that its providers do not set",
         "fsdp2": "cast the output layer's result, or give that module an mp_policy of its own",
         "deepspeed": _ONE_DTYPE,

@@ -344,21 +344,33 @@ def reduces_in_fp32(args: Any) -> bool:
 
 
 def write_words(modules: Any, version: str | None) -> None:
-    """The options of that parser and how many values each takes; for an earlier version, what it lacks and what differs."""
+    """The options of that parser, how many values each takes and which, of those that are read here; for an earlier version, what it lacks and what differs."""
+    from mpbridge.interop.stacks.megatron_lm_arguments import VALUES
+
     parser = modules.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     found = {
         option: 0 if action.nargs == 0 else 1 if action.nargs is None else action.nargs
         for action in parser._actions
         for option in action.option_strings
     }
+    choices = {
+        option: " ".join(str(one) for one in action.choices if one is not None)
+        for action in parser._actions
+        for option in action.option_strings
+        if action.choices and option in VALUES
+    }
     path = ROOT / "mpbridge/interop/stacks/data/megatron_lm.json"
     data = json.loads(path.read_text())
     if version is None:
-        data["options"] = found
+        data |= {"options": found, "choices": choices}
     else:
         new = data["options"]
         other = {name: arity for name, arity in found.items() if new.get(name) != arity}
-        data["older"][version] = {"lacks": sorted(new.keys() - found.keys()), "has": other}
+        data["older"][version] = {
+            "lacks": sorted(new.keys() - found.keys()),
+            "has": other,
+            "choices": {option: words for option, words in choices.items() if data["choices"].get(option) != words},
+        }
     path.write_text(json.dumps(data, indent=0, sort_keys=True))
     print(f"{len(found)} options written")
 

@@ -72,6 +72,23 @@ def test_the_class_of_an_export_is_the_published_one(recipe: str, row: str) -> N
             assert (stack, letters[export(recipe, stack).fidelity]) == (stack, expected)
 
 
+_STATE, _WRAPPED = "fp32 fp16 bf16 fp8", "fp32 bf16 fp16 auto"
+CHOICES = {
+    "--main-grads-dtype": "fp32 bf16", "--main-params-dtype": "fp32 fp16", "--exp-avg-dtype": _STATE, "--exp-avg-sq-dtype": _STATE,
+    "--output-logit-dtype": "bf16 fp32", "--moe-router-dtype": "fp32 fp64", "--optimizer": "adam sgd muon dist_muon",
+    **{f"--megatron-fsdp-{name}-dtype": _WRAPPED for name in ("main-params", "main-grads", "grad-comm")},
+}  # fmt: skip
+"""The values that its parser takes (training/arguments.py of core_v0.16.1 and d98e8a64)."""
+
+
+def test_what_the_parser_refuses_is_said_to_be_lost() -> None:
+    made = export(MixedPrecisionConfig(fp16=True, logit_dtype="fp16"), "megatron-lm")
+    assert "logit" not in made.pieces[0].text
+    assert [line.text for line in made.lines if line.fact == "logit_dtype"] == [
+        "fp16 here, the model's own there: the flag exists from core 0.20 on, for bf16 and fp32"
+    ]
+
+
 @pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_every_flag_written_for_a_version_is_one_of_its_parsers_and_is_read_back(version: str) -> None:
     states: dict[str, object] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"}
@@ -79,12 +96,18 @@ def test_every_flag_written_for_a_version_is_one_of_its_parsers_and_is_read_back
     configs += [
         MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_recipe="nvfp4", fp4_param=True, logit_dtype="fp32"),
         MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32", **states),
+        MixedPrecisionConfig(
+            fp16=True, grad_reduce_in_fp32=False, main_grads_dtype="fp16", logit_dtype="fp16", **states
+        ),
+        MixedPrecisionConfig(fp16=True, grad_reduce_in_fp32=False, main_params_dtype="fp16", exp_avg_sq_dtype="fp16"),
     ]
     for config in configs:
         for engine in ("mcore", "megatron_fsdp"):
             text = export(config, "megatron-lm", version=version, engine=engine).pieces[0].text.replace("\\\n", " ")
             flags = {word for word in shlex.split(text) if word.startswith("--")}
             assert flags <= options(version).keys()
+            for option, value in re.findall(r"(--\S+-dtype|--optimizer) (\S+)", text):
+                assert value in CHOICES[option].split(), (option, value)
             assert not read_args(text, version=version).unknown
     later = options("0.20").keys() - options("0.16").keys()
     assert {"--megatron-fsdp-grad-comm-dtype", "--output-logit-dtype"} <= later

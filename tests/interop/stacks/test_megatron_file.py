@@ -24,16 +24,24 @@ CASES: dict[str, Mapping[str, Any]] = {
     "two rules": {**FP8, "modules": {"mlp.linear_fc1": "tensorwise", "mlp.*": "bf16"}},
     "edges and a rule": {**FP8, "first_last_layers_bf16": True, "modules": {"self_attention.linear_proj": "bf16"}},
 }
+BY_PATH: dict[str, Mapping[str, Any]] = {
+    "a whole path and layers": {**FP8, "modules": {"decoder.*.linear_fc2": {"layers": "first 2", "precision": "bf16"}}},
+    "a star and layers": {**FP8, "modules": {"*.linear_fc2": {"layers": "first 2", "precision": "bf16"}}},
+    "a star": {**FP8, "modules": {"*.linear_fc2": "bf16"}},
+    "below a layer": {**FP8, "modules": {"mlp.linear_fc2": "bf16"}},
+    "multi-token prediction": {**FP8, "modules": {"mtp.*": "bf16"}},
+}
 LATE = {**FP8, "modules": {"mlp.*": {"layers": "last 2", "precision": "bf16"}}}
 
 
-def rule(text: str, policy: PrecisionPolicy, module: str, layer: int) -> str | None:
+def rule(text: str, policy: PrecisionPolicy, path: str) -> str | None:
     """The scaling that a linear runs in: by the file, else by the autocast around its block."""
     from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
 
     quant = policy.quant
-    opened = None if quant is None or layer in policy.bf16_layers(LAYERS) else quant.scaling
-    context = MatchContext(f"decoder.layers.{layer}.{module}", None)
+    edges = tuple(f"decoder.layers.{layer}." for layer in policy.bf16_layers(LAYERS))
+    opened = None if quant is None or path.startswith(edges) else quant.scaling
+    context = MatchContext(path, None)
     found = RecipeConfig.from_config_dict(yaml.safe_load(text)).match(context)
     if found is None:
         return opened
@@ -43,7 +51,7 @@ def rule(text: str, policy: PrecisionPolicy, module: str, layer: int) -> str | N
     return own.get("fp8_quantization_recipe")  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("fields", {**CASES, **BY_PATH}.values(), ids={**CASES, **BY_PATH})
 def test_without_a_depth_the_patterns_hold_for_any(fields: Mapping[str, Any]) -> None:
     config = MixedPrecisionConfig(bf16=True, **fields)
     policy, made = resolve(config), export(config, "megatron-lm")
@@ -53,9 +61,18 @@ def test_without_a_depth_the_patterns_hold_for_any(fields: Mapping[str, Any]) ->
 
 def follows(made: Export, policy: PrecisionPolicy) -> None:
     text = next(piece.text for piece in made.pieces if piece.name == "precision.yaml")
-    for module, layer in itertools.product(MODULES, range(LAYERS)):
-        wanted = policy.at(module, layer, LAYERS)
-        assert rule(text, policy, module, layer) == (wanted and wanted.scaling), (module, layer)
+    stems = [*(f"decoder.layers.{layer}." for layer in range(LAYERS)), "mtp.layers.0.transformer_layer."]
+    for path in map("".join, itertools.product(stems, MODULES)):
+        wanted = policy.of_path(path, LAYERS).first
+        assert rule(text, policy, path) == (wanted and wanted.scaling), path
+
+
+@pytest.mark.parametrize("fields", BY_PATH.values(), ids=BY_PATH)
+def test_with_a_run_the_linears_of_multi_token_prediction_have_their_rules(fields: Mapping[str, Any]) -> None:
+    model = {"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "mtp_num_layers": 1}
+    mine = ConfigContainer(mixed_precision={"recipe": "bf16_mixed", **fields}, model=model, data={"seq_length": 32})
+    run = mine.resolved(1, training=False)
+    follows(export("bf16_mixed", "megatron-lm", run=run), run.policy)
 
 
 def test_layers_from_the_end_need_the_depth_and_are_in_the_file_where_a_run_gives_it() -> None:
