@@ -13,13 +13,13 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mpbridge.common.errors import Contradiction, MpbridgeError, UnknownName
+from mpbridge.common.errors import MpbridgeError, UnknownName
 from mpbridge.common.formats import DType, dtype, say
 from mpbridge.interop.stacks.megatron_bridge_import import FIELDS, BridgeFields, read_data
 from mpbridge.precision import registry
-from mpbridge.precision.config import TWINS, twin_clashes
+from mpbridge.precision.config import TWINS, refuse_twins
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
 from mpbridge.precision.megatron_spec.fields import TABLE
 from mpbridge.precision.megatron_spec.precision_field import TARGETS, UNSET, Target
@@ -48,6 +48,13 @@ class UnknownField(UnknownName, ValueError):
 class MixedPrecisionConfig(BridgeFields):
     """Bridge's 31 fields with Bridge's defaults; `ours()` is the equivalent config of mpbridge."""
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, **given: Any) -> Self:
+            """Refuses twins that are given with different values: the fields alone do not tell a given false from the gather spelling's default."""
+            refuse_twins(given)
+            return super().__new__(cls)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__:
             raise UnknownField("field of MixedPrecisionConfig", name, self.__dataclass_fields__)
@@ -58,12 +65,9 @@ class MixedPrecisionConfig(BridgeFields):
 
     def __post_init__(self) -> None:
         for names in TWINS:
-            one, gather = (getattr(self, name) for name in names)
-            # the default of the gather spelling counts as unset; a true one with a false twin is a contradiction
-            if one is False and gather:
-                raise Contradiction(twin_clashes(dict(zip(names, (one, gather), strict=True))))
+            value = any(getattr(self, name) for name in names)  # the default of the gather spelling counts as unset
             for name in names:
-                object.__setattr__(self, name, bool(one) or bool(gather))
+                object.__setattr__(self, name, value)
         self.__dict__["_made"] = True
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,9 +91,21 @@ class MixedPrecisionConfig(BridgeFields):
         return found.derive(autocast_enabled=True) if autocast else found
 
     def setup(self, model_config: Any, optimizer_config: Any = None, ddp_config: Any = None) -> tuple[Plan, ...]:
-        """Writes the recipe's fields onto the given configs and logs each change; returns the plan for each of them."""
-        given = {"model": model_config, "optimizer": optimizer_config, "ddp": ddp_config}
-        return tuple(_write(self, config, (target,)) for target, config in given.items() if config is not None)  # type: ignore[arg-type]
+        """Writes the recipe's fields onto the given configs and logs each change; returns the part of the plan for each of them.
+
+        They are planned together: what one says, such as ddp's use_megatron_fsdp, decides fields of another."""
+        given: dict[Target, Any] = {"model": model_config, "optimizer": optimizer_config, "ddp": ddp_config}
+        given = {target: config for target, config in given.items() if config is not None}
+        made = _write(self, given)
+        return tuple(
+            dataclasses.replace(
+                made,
+                writes=tuple(one for one in made.writes if one.target == target),
+                kept=tuple(one for one in made.kept if one.target == target),
+                targets={str(target): made.targets[target]},
+            )
+            for target in given
+        )
 
 
 def _unpickled(own: type[MixedPrecisionConfig] | None, values: dict[str, Any]) -> MixedPrecisionConfig:
@@ -109,25 +125,33 @@ def update_config_with_precision_overrides(mixed_precision_config: MixedPrecisio
     }
     names = [kind.__name__ for kind in type(config).__mro__]
     targets = next((found for name, found in kinds.items() if name in names), TARGETS)
-    _write(mixed_precision_config, config, targets)
+    _write(mixed_precision_config, dict.fromkeys(targets, config))
     return config
 
 
-def _write(mixed: MixedPrecisionConfig, config: Any, targets: tuple[Target, ...]) -> Plan:
-    """The plan for the config's current values; its writes are applied to the fields that the config has."""
-    now: dict[str, dict[str, Any]] = {target: {} for target in targets}
-    for row in (row for row in TABLE if row.target in now and _plain(config, row.field)):
-        now[row.target][row.field] = getattr(config, row.field)
+def _write(mixed: MixedPrecisionConfig, configs: Mapping[Target, Any]) -> Plan:
+    """The plan for the configs' current values; its writes are applied to the fields that they have."""
+    read = (
+        *((row.target, row.field) for row in TABLE),
+        ("ddp", "use_megatron_fsdp"),
+        ("model", "apply_query_key_layer_scaling"),
+    )
+    now: dict[str, dict[str, Any]] = {target: {} for target in configs}
+    for target, field in read:
+        if target in configs and _plain(configs[target], field):
+            now[target][field] = getattr(configs[target], field)
     made = plan(resolve(mixed.ours()), **now)  # type: ignore[arg-type]
-    skipped, done = [], set[str]()
-    for write in (one for one in made.writes if one.field not in done):
-        if hasattr(config, write.field):
-            done.add(write.field)
+    skipped: dict[str, list[str]] = {}
+    done = set[tuple[int, str]]()  # one object may be every target
+    for write in made.writes:
+        config = configs[write.target]
+        if not hasattr(config, write.field):
+            skipped.setdefault(type(config).__name__, []).append(write.name)
+        elif (id(config), write.field) not in done:
+            done.add((id(config), write.field))
             _set(config, write)
-        else:
-            skipped.append(write.name)
-    if skipped:
-        logger.info("%s has no %s: not written", type(config).__name__, ", ".join(skipped))
+    for name, fields in skipped.items():
+        logger.info("%s has no %s: not written", name, ", ".join(fields))
     return made
 
 

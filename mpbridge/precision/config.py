@@ -149,11 +149,7 @@ class MixedPrecisionConfig:
     fp4_quantizer_factory: str | None = option(None, read_with="fp4")
 
     def __post_init__(self) -> None:
-        clashes = twin_clashes(self.__dict__)
-        if clashes:
-            raise Contradiction(
-                [f"{fault} (dataclasses.replace passes both: use derive(), or assign one)" for fault in clashes]
-            )
+        refuse_twins(self.__dict__)
         for a, b in TWINS:
             value = self.__dict__[a] if self.__dict__[a] is not None else self.__dict__[b]
             self.__dict__[a] = self.__dict__[b] = value
@@ -212,8 +208,7 @@ class MixedPrecisionConfig:
         for name in changes:
             if name not in fields:
                 raise UnknownName("field of MixedPrecisionConfig", name, fields)
-        clashes = twin_clashes(changes)
-        if clashes:
+        if clashes := twin_clashes(changes):
             raise Contradiction(clashes)
         new = copy.deepcopy(self)
         # None for one of two duplicate fields is ignored if the other is given
@@ -253,6 +248,13 @@ def twin_clashes(said: Mapping[str, Any]) -> list[str]:
         for a, b in TWINS
         if said.get(a) is not None and said.get(b) is not None and said[a] != said[b]
     ]
+
+
+def refuse_twins(given: Mapping[str, Any]) -> None:
+    """Raises Contradiction for a constructor's clashes."""
+    if clashes := twin_clashes(given):
+        cure = "dataclasses.replace passes both: assign one, or use mpbridge's derive()"
+        raise Contradiction([f"{fault} ({cure})" for fault in clashes])
 
 
 _DTYPES = {name: field.row for name, field in vars(MixedPrecisionConfig).items() if isinstance(field, DTypeField)}

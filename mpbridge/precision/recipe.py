@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -57,7 +56,10 @@ class Recipe:
     @property
     def policy(self) -> PrecisionPolicy | None:
         """Its meaning; None if that requires loading a package, or it cannot be resolved."""
-        return None if self.foreign else _meaning(self.make)
+        try:  # asked anew each time: a factory may read what has changed since
+            return None if self.foreign else resolve(self.make())
+        except MpbridgeError:
+            return None
 
     @property
     def needs(self) -> tuple[int, int] | None:
@@ -75,14 +77,6 @@ class Recipe:
         """Recommended hyperparameters, each with its source."""
         policy = self.policy
         return tuple(text for text, of in HINTS.items() if policy is not None and of(policy)) + self.advice
-
-
-@functools.lru_cache(256)
-def _meaning(make: Factory) -> PrecisionPolicy | None:
-    try:
-        return resolve(make())
-    except MpbridgeError:
-        return None
 
 
 def able(policy: PrecisionPolicy, engine: EngineTraits) -> bool:

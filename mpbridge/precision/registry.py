@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +37,8 @@ FOREIGN = "names of another model"
 _by_name: dict[str, Recipe] = {}
 _alias_of: dict[str, str] = {}
 _filled = False
+_lock = threading.RLock()
+"""Held while the two tables change: a reader finds all recipes or waits."""
 
 
 class _Window(Mapping[str, Recipe]):
@@ -85,36 +88,49 @@ def key(name: str) -> str:
 
 
 def _fill() -> None:
+    """Fills the tables once. Raises DuplicateName at every call while an installed package takes a name that exists."""
     global _filled
     if _filled:
         return
-    _filled = True
-    for entry in BUILT_IN:
-        _store(entry)
-    for point in entry_points(ENTRY_POINTS):
-        name = key(point.name)
-        if name in _by_name or name in _alias_of:
-            raise DuplicateName(f"entry point {point.value!r} provides a recipe named {name!r}, which already exists")
-        # its package is loaded only when the recipe is used, since it may import torch
-        made = functools.partial(lambda point: call(point.load(), point.value), point)
-        _by_name[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value, foreign=True)
+    with _lock:
+        if _filled:
+            return
+        names, others = dict(_by_name), dict(_alias_of)
+        for entry in BUILT_IN:
+            _store(entry, names, others)
+        for point in entry_points(ENTRY_POINTS):
+            name = key(point.name)
+            if name in names or name in others:
+                raise DuplicateName(
+                    f"entry point {point.value!r} provides a recipe named {name!r}, which already exists"
+                )
+            # its package is loaded only when the recipe is used, since it may import torch
+            made = functools.partial(lambda point: call(point.load(), point.value), point)
+            names[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value, foreign=True)
+        _by_name.update(names)
+        _alias_of.update(others)
+        _filled = True
 
 
-def _store(entry: Recipe) -> None:
+def _store(entry: Recipe, names: dict[str, Recipe], others: dict[str, str]) -> None:
+    """Adds a recipe and its aliases to the tables, or nothing."""
     for name in (entry.name, *entry.aliases):
         if not name or _is_place(name):
             raise BadValue(f"{name!r} cannot name a recipe: it would be read as a file or a function")
-    before = _by_name.get(entry.name)
+    before = names.get(entry.name)
     in_notebook = getattr(entry.make, "__module__", None) == "__main__"
-    if before is not None and before.source == entry.source and in_notebook:
-        unregister(entry.name)  # a cell, or a line of an interactive session, ran again and replaces its recipe
-    taken = [name for name in (entry.name, *entry.aliases) if name in _by_name or name in _alias_of]
+    # a cell, or a line of an interactive session, ran again and replaces its recipe
+    again = before is not None and before.source == entry.source and in_notebook
+    own = {entry.name, *before.aliases} if before is not None and again else set[str]()
+    taken = [name for name in (entry.name, *entry.aliases) if name not in own and (name in names or name in others)]
     if taken:
         raise DuplicateName(
             f"a recipe named {', '.join(map(repr, taken))} already exists: choose another name (registered names: mpbridge list)"
         )
-    _by_name[entry.name] = entry
-    _alias_of.update(dict.fromkeys(entry.aliases, entry.name))
+    for name in own:
+        others.pop(name, None)
+    names[entry.name] = entry
+    others.update(dict.fromkeys(entry.aliases, entry.name))
 
 
 @overload
@@ -149,6 +165,8 @@ def register(
 
     def enter(made_by: F) -> F:
         _fill()
+        if isinstance(aliases, str):
+            raise BadValue(f"aliases={aliases!r}: expected a tuple of names, as in ({aliases!r},)")
         if not callable(made_by):
             raise BadValue(f"register got {made_by!r}, expected a function that returns a MixedPrecisionConfig")
         own_name = getattr(made_by, "__name__", "")
@@ -159,9 +177,11 @@ def register(
         source = f"{getattr(made_by, '__module__', '?')}:{getattr(made_by, '__qualname__', '?')}"
         more, spelled = {"source": source, **metadata}, tuple(map(key, aliases))
         named = key(name or own_name)
-        _store(
-            Recipe(name=named, make=made_by, summary=described, aliases=spelled, prefers=engine, advice=hints, **more)
+        entry = Recipe(
+            name=named, make=made_by, summary=described, aliases=spelled, prefers=engine, advice=hints, **more
         )
+        with _lock:
+            _store(entry, _by_name, _alias_of)
         return made_by
 
     return enter if factory is None else enter(factory)
@@ -169,10 +189,11 @@ def register(
 
 def unregister(name: str) -> None:
     """Takes a recipe and its aliases out again (tests, notebooks)."""
-    entry = recipe(name)
-    del _by_name[entry.name]
-    for alias in entry.aliases:
-        del _alias_of[alias]
+    with _lock:
+        entry = recipe(name)
+        del _by_name[entry.name]
+        for alias in entry.aliases:
+            del _alias_of[alias]
 
 
 def recipe(name: str) -> Recipe:

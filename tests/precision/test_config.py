@@ -123,7 +123,8 @@ def test_twin_fields_are_one_fact(one: str, other: str) -> None:
     assert getattr(MixedPrecisionConfig(**{one: True}), other) is True
     assert getattr(MixedPrecisionConfig(**{other: False}), one) is False
     with pytest.raises(
-        Contradiction, match=r"are the same setting.*dataclasses\.replace passes both: use derive\(\), or assign one"
+        Contradiction,
+        match=r"are the same setting.*dataclasses\.replace passes both: assign one, or use mpbridge's derive",
     ):
         dataclasses.replace(MixedPrecisionConfig(**{one: True}), **{other: False})
     config = MixedPrecisionConfig(**{one: True})

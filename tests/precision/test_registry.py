@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -109,6 +112,77 @@ def test_a_taken_name_or_alias_is_refused_and_nothing_is_stored(names: dict[str,
         register(**names)(MixedPrecisionConfig)  # type: ignore[call-overload]
     assert list(recipes) == before
     assert "new_one" not in recipes
+
+
+def test_a_text_in_place_of_aliases_is_refused() -> None:
+    with pytest.raises(BadValue, match=r"aliases='qj': expected a tuple of names, as in \('qj',\)"):
+        register(name="fine", aliases="qj")(MixedPrecisionConfig)  # type: ignore[call-overload]
+    assert "q" not in recipes
+
+
+def test_a_cell_whose_new_alias_is_taken_leaves_its_recipe_as_it_was() -> None:
+    def cell() -> MixedPrecisionConfig:
+        return MixedPrecisionConfig(bf16=True)
+
+    cell.__module__ = "__main__"
+    register(name="cell", aliases=("mine",))(cell)
+    with pytest.raises(DuplicateName, match="'bf16' already exists"):
+        register(name="cell", aliases=("bf16",))(cell)
+    assert recipes["mine"].name == "cell"
+    register(name="cell", aliases=("mine", "ours"))(cell)
+    assert recipes["ours"].name == "cell"
+    register(name="cell")(cell)
+    assert "mine" not in recipes
+
+
+def test_what_follows_from_a_recipes_fields_is_asked_anew_and_of_any_factory() -> None:
+    class Made:
+        fields: ClassVar[dict[str, Any]] = {"bf16": True}
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self) -> MixedPrecisionConfig:
+            return MixedPrecisionConfig(**self.fields)
+
+    register(name="made")(Made())
+    assert recipes["made"].needs is None
+    Made.fields["fp8"] = "hybrid"
+    assert recipes["made"].needs == (8, 9)
+
+
+class _Installed:
+    """An installed package's entry point."""
+
+    value = "package:function"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def load(self) -> Any:
+        return lambda: MixedPrecisionConfig(bf16=True)
+
+
+def _filled_again(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """An empty registry that finds these names in installed packages, slowly, as a scan of folders is."""
+    registry._by_name.clear()
+    registry._alias_of.clear()
+    monkeypatch.setattr(registry, "_filled", False)
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: time.sleep(0.05) or [_Installed(name) for name in names]
+    )
+
+
+def test_every_thread_finds_every_recipe_from_the_first_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    _filled_again(monkeypatch, "of_a_package")
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: registry.recipe("of_a_package").name, range(8)))
+    assert found == ["of_a_package"] * 8
+
+
+def test_a_package_that_takes_a_name_is_refused_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    _filled_again(monkeypatch, "bf16_mixed", "of_a_package")
+    for _ in range(2):
+        with pytest.raises(DuplicateName, match="provides a recipe named 'bf16_mixed'"):
+            registry.recipe("fp32")
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "mine.yaml", "mine.py"])

@@ -118,8 +118,35 @@ def test_twins_follow_the_last_assignment_and_contradict_within_one_constructor(
     assert config.fp8_param is True
     config.fp8_param = False
     assert config.fp8_param_gather is False
-    with pytest.raises(Contradiction):
-        bridge.MixedPrecisionConfig(fp8_param=False, fp8_param_gather=True)
+    for stored in (False, True):
+        with pytest.raises(Contradiction, match="are the same setting"):
+            bridge.MixedPrecisionConfig(fp8_param=stored, fp8_param_gather=not stored)
+    stored_in_fp8 = bridge.bf16_with_fp8_current_scaling_mixed()
+    with pytest.raises(Contradiction, match=r"dataclasses\.replace passes both: assign one"):
+        dataclasses.replace(stored_in_fp8, fp8_param_gather=False)
+    assert dataclasses.replace(stored_in_fp8, hysteresis=3).fp8_param_gather is True
+
+
+def test_a_subclass_may_have_fields_of_its_own() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class Own(bridge.MixedPrecisionConfig):
+        extra: int = 3
+
+    assert copy.copy(Own(bf16=True, extra=4)).extra == 4
+    assert Own(bf16=True).ours() == MixedPrecisionConfig(bf16=True)
+
+
+def test_setup_knows_that_megatron_fsdp_shards() -> None:
+    # the same three configs by the plan of our own: Megatron-FSDP has no buffer that the gather could reuse (megatron/training/arguments.py)
+    model, optimizer, ddp = configs()
+    ddp.use_megatron_fsdp = True
+    wanted = plan(resolve(get_mixed_precision_config("mxfp8")), model=model, optimizer=optimizer, ddp=ddp)
+    plans = bridge.get_mixed_precision_config("mxfp8").setup(model, optimizer, ddp)
+    assert (optimizer.reuse_grad_buf_for_mxfp8_param_ag, ddp.reuse_grad_buf_for_mxfp8_param_ag) == (False, False)
+    assert ddp.fp8_param_gather is True
+    assert [[write.name for write in one.writes] for one in plans] == [
+        [write.name for write in wanted.writes if write.target == target] for target in ("model", "optimizer", "ddp")
+    ]
 
 
 def test_an_unknown_attribute_is_refused_and_finalize_names_every_contradiction() -> None:
