@@ -80,10 +80,10 @@ RULES: tuple[Rule, ...] = (
         "mixed_precision.moe_router_dtype=fp32",
         about="sixteen", when=lambda c: (c.run.shape.experts or 0) >= 32 and c.policy.mixed and c.policy.router is None and c.model("moe_router_dtype") is None),
     # megatron-core sees no quantization if none is requested, or if it is emulated
-    row("router-padding-without-quantization", lambda c: f"{_padding(c)}=true {'while the quantization is emulated' if c.policy.quantized else 'without fp8 or fp4'}",
-        "fp8 or fp4 on",
+    row("router-padding-without-quantization", lambda c: f"{_padding(c)}=true {'while the quantization is emulated' if c.policy.quant else 'without fp8 or fp4'}",
+        "fp8 or fp4 on for the whole model: megatron-core does not look at rules for single modules",
         "model.moe_router_padding_for_quantization=false",
-        when=lambda c: _padding(c) and not (c.policy.quantized and c.native)),
+        when=lambda c: _padding(c) and not (c.policy.quant and c.native)),
     row("router-padding-dispatcher", lambda c: f"{_padding(c)} with dispatcher {c.dispatcher}",
         "alltoall or flex",
         "model.moe_token_dispatcher_type=alltoall",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import BESIDE_ADAM
-from mpbridge.common.formats import DType
+from mpbridge.common.formats import DType, say
 from mpbridge.planning.memory.buckets import ALIGN
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
 from mpbridge.planning.memory.layers import model_names, parameters
@@ -12,6 +12,7 @@ from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, row, warning
 from mpbridge.precision.globs import ADAPTERS, dead_patterns, is_adapter
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
+from mpbridge.precision.policy import own_main
 
 
 def _mxfp8_stored(case: Case) -> bool:
@@ -154,6 +155,10 @@ RULES: tuple[Rule, ...] = (
     row("optimizer-instances-without-ranks", _undivided,
         "the distributed optimizer, and a number of instances that divides the data-parallel ranks, also those of experts",
         "ddp.num_distributed_optimizer_instances=1", "megatron-core 0.16.1 parallel_state.py initialize_model_parallel, distributed_data_parallel.py"),
+    warning("loss-scale-is-not-read", lambda c: f"loss_scale={say(c.policy.loss_scale and c.policy.loss_scale.static)} with weights that are their own main copy",
+        "none: megatron-core's plain optimizer of such weights does not scale the loss",
+        "mixed_precision.loss_scale=null", "megatron-core 0.16.1 optimizer/__init__.py, optimizer.py FP32Optimizer",
+        when=lambda c: c.core and c.policy.loss_scale is not None and own_main(c.policy) and not c.run.optimizer.distributed),
     row("fatal-nan-check-with-dynamic-loss-scale", lambda c: next((f"{name}=true with a dynamic loss scale" for name in _FATAL if c.ddp(name)), ""),
         "no fatal check: a dynamic scale finds its value by overflowing",
         "ddp.check_for_nan_in_grad=false ddp.check_for_large_grads=false (the recipe's plan does it)",

@@ -259,7 +259,7 @@ def _dynamic(facts: Facts) -> Any:
     return False if scale is not None and scale.dynamic else KEEP
 
 
-def _needs(low: Literal["fp8", "quantized"]) -> FieldValue:
+def _needs(low: Literal["fp8", "quant"]) -> FieldValue:
     return lambda facts: KEEP if getattr(facts.policy, low) else False
 
 
@@ -269,8 +269,8 @@ _CLEARED: tuple[PrecisionField, ...] = (
     _row("ddp", "keep_fp8_transpose_cache", _needs("fp8"), "requires FP8 weights", False, kind="cleared"),
     _row("ddp", "param_name_patterns_for_fp32_local_accumulation", lambda f: () if f.policy.reduce is DType.FP32 else KEEP,
          "FP32 gradients accumulate in FP32 anyway, and megatron-core rejects both", (), kind="cleared", holds=SINCE_017),
-    _row("model", "moe_router_padding_for_quantization", _needs("quantized"), "megatron-core rejects it without FP8 or FP4", False, kind="cleared"),
-    _row("model", "moe_router_padding_for_fp8", _needs("quantized"), "megatron-core rejects it without FP8 or FP4", False, kind="cleared"),
+    _row("model", "moe_router_padding_for_quantization", _needs("quant"), "megatron-core rejects it without FP8 or FP4, whatever single modules do", False, kind="cleared"),
+    _row("model", "moe_router_padding_for_fp8", _needs("quant"), "megatron-core rejects it without FP8 or FP4, whatever single modules do", False, kind="cleared"),
 )  # fmt: skip
 
 TABLE: tuple[PrecisionField, ...] = tuple(

@@ -131,7 +131,8 @@ def _take_over(name: str, config: Any, twin: Any) -> dict[str, tuple[Any, Any]]:
 
 def _receipt(plan: Plan, filled: Mapping[str, Mapping[str, tuple[Any, Any]]], unchecked: list[str]) -> Receipt:
     if plan.policy is None:
-        return Receipt(unchecked=tuple(unchecked))
+        left = {key: pair for key, pair in plan.after.fields.items() if key[0] not in plan.targets}
+        return Receipt(fields=MappingProxyType(left), unchecked=tuple(unchecked))
     written: dict[tuple[str, str], tuple[Any, Any]] = {}
     for write in plan.writes:
         key: tuple[str, str] = (write.target, write.field)

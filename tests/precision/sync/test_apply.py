@@ -13,7 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
+from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, built, facts_of, fresh, live, planned
 
 from mpbridge import apply, wrap
 from mpbridge.backend.megatron import targets
@@ -256,6 +256,16 @@ def test_the_receipt_holds_what_was_there_before_any_recipe() -> None:
 
 
 @pytest.mark.usefixtures("core")
+def test_a_target_that_is_not_restored_keeps_its_way_back() -> None:
+    objects, before = live(INPUTS["dense"]), facts_of(live(INPUTS["dense"]))
+    receipt = applied(objects, POLICIES["fp16_mixed"])
+    receipt = apply(plan(None, model=objects.model, after=receipt))
+    assert {target for target, _ in receipt.fields} == {"optimizer", "ddp"}
+    receipt = apply(plan(None, optimizer=objects.optimizer, ddp=objects.ddp, after=receipt))
+    assert (facts_of(objects), receipt.fields) == (before, {})
+
+
+@pytest.mark.usefixtures("core")
 def test_derived_flags_follow_a_live_object() -> None:
     # OptimizerConfig computes it in post-init, which is over on a live object
     objects = live(INPUTS["dense"])
@@ -274,6 +284,17 @@ def test_remainders_that_an_old_transformer_engine_switched_off_come_back(monkey
     assert objects.optimizer.store_param_remainders is False
     applied(objects, BF16, receipt)
     assert objects.optimizer.store_param_remainders is True
+
+
+@pytest.mark.usefixtures("te_version")
+def test_padding_is_cleared_where_only_rules_for_modules_quantize() -> None:
+    # TransformerConfig's post-init asks fp8 and fp4, not quant_recipe
+    own = {"moe_router_padding_for_quantization": True, "moe_token_dispatcher_type": "alltoall"}
+    inputs = {**INPUTS["moe"], "model": INPUTS["moe"]["model"] | own}
+    with pytest.raises(ValueError, match="fp8/fp4 must be specified"):
+        live(inputs)
+    policy = resolve(MixedPrecisionConfig(bf16=True, modules={"mlp.*": "mxfp8"}))
+    assert built(inputs, policy).model.moe_router_padding_for_quantization is False
 
 
 @pytest.mark.usefixtures("te_version")
