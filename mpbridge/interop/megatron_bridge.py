@@ -15,16 +15,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mpbridge.common.errors import MpbridgeError, UnknownName
+from mpbridge.common.errors import BadValue, MpbridgeError, Refused, UnknownName
 from mpbridge.common.formats import DType, dtype, say
 from mpbridge.interop.stacks.megatron_bridge_import import FIELDS, BridgeFields, read_data
 from mpbridge.precision import registry
 from mpbridge.precision.config import TWINS, refuse_twins
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
 from mpbridge.precision.megatron_spec.fields import TABLE
-from mpbridge.precision.megatron_spec.precision_field import TARGETS, UNSET, Target
+from mpbridge.precision.megatron_spec.precision_field import ASKED, TARGETS, UNSET, Target
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.plan import Plan, Write, plan
+from mpbridge.precision.sync.unkept import refuse_unkept
 
 BRIDGE = "megatron.bridge.training.mixed_precision"
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
@@ -73,7 +74,7 @@ class MixedPrecisionConfig(BridgeFields):
     def __reduce__(self) -> tuple[Any, ...]:
         # by this module's name: a process of its own finds it there, whether `install` was called or not
         own = None if type(self) is MixedPrecisionConfig else type(self)
-        return _unpickled, (own, {name: getattr(self, name) for name in self.__dataclass_fields__})
+        return _unpickled, (own, {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init})
 
     def finalize(self) -> None:
         """Raises Contradiction, which is a ValueError, naming everything in these fields that does not fit together."""
@@ -90,22 +91,12 @@ class MixedPrecisionConfig(BridgeFields):
         # in Bridge it reaches no field; here it does what its name says
         return found.derive(autocast_enabled=True) if autocast else found
 
-    def setup(self, model_config: Any, optimizer_config: Any = None, ddp_config: Any = None) -> tuple[Plan, ...]:
-        """Writes the recipe's fields onto the given configs and logs each change; returns the part of the plan for each of them.
+    def setup(self, model_config: Any, optimizer_config: Any = None, ddp_config: Any = None) -> Plan:
+        """Writes the recipe's fields onto the given configs and logs each change; returns the plan. Raises BadValue for what no field expresses.
 
         They are planned together: what one says, such as ddp's use_megatron_fsdp, decides fields of another."""
-        given: dict[Target, Any] = {"model": model_config, "optimizer": optimizer_config, "ddp": ddp_config}
-        given = {target: config for target, config in given.items() if config is not None}
-        made = _write(self, given)
-        return tuple(
-            dataclasses.replace(
-                made,
-                writes=tuple(one for one in made.writes if one.target == target),
-                kept=tuple(one for one in made.kept if one.target == target),
-                targets={str(target): made.targets[target]},
-            )
-            for target in given
-        )
+        given = zip(TARGETS, (model_config, optimizer_config, ddp_config), strict=True)
+        return _write(self, {target: config for target, config in given if config is not None})
 
 
 def _unpickled(own: type[MixedPrecisionConfig] | None, values: dict[str, Any]) -> MixedPrecisionConfig:
@@ -130,17 +121,16 @@ def update_config_with_precision_overrides(mixed_precision_config: MixedPrecisio
 
 
 def _write(mixed: MixedPrecisionConfig, configs: Mapping[Target, Any]) -> Plan:
-    """The plan for the configs' current values; its writes are applied to the fields that they have."""
-    read = (
-        *((row.target, row.field) for row in TABLE),
-        ("ddp", "use_megatron_fsdp"),
-        ("model", "apply_query_key_layer_scaling"),
-    )
+    """The plan for the configs' current values; its writes are applied to the fields that they have. Raises BadValue as `refuse_unkept` does Refused."""
     now: dict[str, dict[str, Any]] = {target: {} for target in configs}
-    for target, field in read:
+    for target, field in (*((row.target, row.field) for row in TABLE), *ASKED):
         if target in configs and _plain(configs[target], field):
             now[target][field] = getattr(configs[target], field)
     made = plan(resolve(mixed.ours()), **now)  # type: ignore[arg-type]
+    try:
+        refuse_unkept(made)
+    except Refused as error:
+        raise BadValue(str(error)) from None
     skipped: dict[str, list[str]] = {}
     done = set[tuple[int, str]]()  # one object may be every target
     for write in made.writes:

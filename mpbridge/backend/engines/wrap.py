@@ -1,11 +1,14 @@
 """wrap(): what a recipe needs around a model in a custom training loop, beyond the fields that `apply` writes."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.formats import dtype
 from mpbridge.precision.sync.plan import Plan
+from mpbridge.precision.sync.targets import read
+from mpbridge.precision.sync.unkept import refuse_unkept
 
 
 def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = None) -> tuple[Any, Any]:
@@ -16,13 +19,12 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     `.grad` would never see them. plan: the applied plan. ddp_config: None: the planned one. The loop calls `module.zero_grad_buffer()` and
     `optimizer.zero_grad()` before each step, megatron-core's schedule (loss scaling and gradient reduction are hooked up), then
     `optimizer.step()`. Raises BadValue without a plan or a DDP config, Refused when the model was built before the plan was applied,
-    or when megatron-core would keep other weights than the plan says.
+    when megatron-core would keep other weights than the plan says, or with Megatron-FSDP, which it does not build.
     """
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
     from mpbridge.backend.megatron.inside_optimizer import padded
-    from mpbridge.backend.megatron.targets import refuse_unkept
     from mpbridge.backend.models.gpt import in_precision
 
     if not isinstance(plan, Plan) or plan.policy is None:
@@ -33,7 +35,11 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     config, ddp = chunks[0].config, plan.targets.get("ddp") if ddp_config is None else ddp_config
     if ddp is None or isinstance(ddp, dict):
         raise BadValue("the plan was made without a live DDP config: pass it to plan(ddp=...), or here as ddp_config=")
-    refuse_unkept(plan.policy, ddp, optimizer_config)
+    if read(ddp, "use_megatron_fsdp") is True:
+        raise Refused(
+            "ddp.use_megatron_fsdp=True, and wrap builds plain DDP: engine=megatron_fsdp of mpbridge, or ddp.use_megatron_fsdp=False"
+        )
+    refuse_unkept(dataclasses.replace(plan, writes=(), targets={"ddp": ddp, "optimizer": optimizer_config}))
     _require_applied(chunks, plan)
     chunks = [in_precision(config, chunk, plan.policy) for chunk in chunks]
     plain = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]

@@ -22,7 +22,7 @@ from mpbridge.common.errors import (
     UpstreamRefused,
 )
 from mpbridge.common.facts import Versions
-from mpbridge.common.formats import DType, dtype, say
+from mpbridge.common.formats import DType, dtype
 from mpbridge.common.machines import Machine
 from mpbridge.common.machines import machine as named
 from mpbridge.common.probe import installed, this_machine
@@ -30,11 +30,10 @@ from mpbridge.planning.capability import refuse_unless_native
 from mpbridge.planning.rules.hybrid import silent_on
 from mpbridge.precision.config import GLOBS
 from mpbridge.precision.megatron_spec.precision_field import TARGETS, ModuleRules
-from mpbridge.precision.megatron_spec.versions import SINCE_017, current
-from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.sync.apply import commit, refusal, spelled
 from mpbridge.precision.sync.plan import Plan, Receipt
-from mpbridge.precision.sync.targets import is_inputs, read, same
+from mpbridge.precision.sync.targets import is_inputs, same
+from mpbridge.precision.sync.unkept import refuse_unkept
 from mpbridge.settings.schema import ACTIVATIONS
 from mpbridge.settings.sections import GPT, YARN
 
@@ -113,54 +112,16 @@ def apply(
     _refuse_unable(plan, machine, versions)
     _refuse_unspoken(plan, versions or installed())
     receipt = commit(plan, on_conflict=on_conflict, spell=_compile)
-    if os.environ.get("RANK", "0") != "0":  # only on torchrun's rank 0
-        return receipt
-    if plan.conflicts:
-        overridden = "\n".join(f"  {write}" for write in plan.conflicts)
-        log.warning("the recipe overrides values that were set:\n%s", overridden)
-    left = {name: getattr(plan.policy, name, ()) for name in GLOBS}
-    for said in (f"{name}={list(globs)}" for name, globs in left.items() if globs):
-        log.warning(
-            "no field of megatron-core expresses %s: mpbridge.wrap does that to the built model, nobody else", said
-        )
+    overridden = "\n".join(f"  {write}" for write in plan.conflicts)
+    said = [f"the recipe overrides values that were set:\n{overridden}"] if overridden else []
+    said += [
+        f"no field of megatron-core expresses {name}={list(globs)}: mpbridge.wrap does that to the built model, nobody else"
+        for name in GLOBS
+        if (globs := getattr(plan.policy, name, ()))
+    ]
+    for line in said if os.environ.get("RANK", "0") == "0" else ():  # only on torchrun's rank 0
+        log.warning("%s", line)
     return receipt
-
-
-def refuse_unkept(policy: PrecisionPolicy, *configs: Any) -> None:
-    """Raises Refused for what no field of megatron-core says and neither its modules, wrappers and optimizers nor `wrap` would do as `policy` says.
-
-    configs: those that say how it shards."""
-    low, alone = policy.compute.short, policy.narrow_alone
-    fsdp, sharded, aware = (
-        any(read(config, f"use_{name}") is True for config in configs)
-        for name in ("megatron_fsdp", "distributed_optimizer", "precision_aware_optimizer")
-    )
-    aware = aware if policy.precision_aware is None else policy.precision_aware
-    later = SINCE_017.holds(current())
-    rows = (
-        (policy.mixed and policy.params is DType.FP32,
-         f"params_dtype=fp32 with {low} compute: megatron-core's Float16Module casts the whole model, and its optimizer would then update 16-bit weights"
-         " without main weights; engine=fsdp2 of mpbridge trains it, or mixed_precision.params_dtype=null"),
-        (alone and sharded and not fsdp,
-         f"{policy.params.short} parameters as their own main copy: the distributed optimizer silently creates FP32 main weights and moments;"
-         " use_distributed_optimizer=False keeps them"),
-        (alone and policy.params is DType.FP16 and not aware,
-         "main_params_dtype=fp16: megatron-core's optimizer of FP16 parameters always creates FP32 main weights; mixed_precision.main_params_dtype=fp32"),
-        (policy.main_grads not in (None, DType.FP32) and not (aware or alone or fsdp),
-         f"main_grads_dtype={say(policy.main_grads)}: only a precision-aware optimizer reads such gradients; mixed_precision.main_grads_dtype=null"),
-        (policy.accumulate is not None and not (fsdp and later),
-         f"grad_accumulation_dtype={say(policy.accumulate)} with gradients reduced in {policy.reduce.short}: only Megatron-FSDP since megatron-core 0.17"
-         " tells the two apart; mixed_precision.grad_accumulation_dtype=null"),
-        (policy.stored and not later and not (policy.quant and policy.quant.stored),
-         "weights stored by a rule under modules: megatron-core before 0.17 would keep them in 16 bits; the rules without fp8_param_gather"),
-        (policy.output is not policy.compute,
-         f"output_dtype={policy.output.short} with {low} compute: only engine=fsdp2 of mpbridge casts what a module returns; mixed_precision.output_dtype=null"),
-        (policy.logits is not None,
-         f"logit_dtype={say(policy.logits)}: an argument of models, no field; mpbridge's engines build the output layer that way; mixed_precision.logit_dtype=null"),
-    )  # fmt: skip
-    faults = [text for applies, text in rows if applies]
-    if faults:
-        raise Refused("; ".join(faults))
 
 
 def _refuse_unspoken(plan: Plan, versions: Versions) -> None:
@@ -175,7 +136,7 @@ def _refuse_unspoken(plan: Plan, versions: Versions) -> None:
             f"megatron-core has no setting for {', '.join(unspoken)} scaling, so this script's linears would train in 16 bits;"
             " train it with mpbridge, whose engines put such GEMMs into the linears"
         )
-    refuse_unkept(plan.policy, *plan.targets.values())
+    refuse_unkept(plan, versions.megatron_core)
     live = plan.targets.get("model")
     if native and live is not None and (why := silent_on(plan.policy, live, versions)):
         raise Refused(why)

@@ -12,6 +12,7 @@ from mpbridge.planning.rules.gemm_shapes import lint
 from mpbridge.precision.megatron_spec.module_rules import QUANTIZERS, SINCE, unmixable
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.policy import Quant
+from mpbridge.precision.sync.unkept import STORING_CURE, storing_rules
 from mpbridge.precision.wording import region_text, rule_words
 
 
@@ -32,15 +33,6 @@ def _module_in_stored(case: Case) -> str:
     odd = [name for name, own in rules if own is None or not own.stored or own.scaling != base.scaling]
     kept = f"differ from layers whose weights are stored as {base.scaling} {base.format}"
     return f"modules {', '.join(odd)} {kept}" if odd else ""
-
-
-def _stored_by_rule(case: Case) -> str:
-    base, regions = case.policy.quant, case.policy.module_regions
-    own = {region.modules: region.quant for region in regions if region.quant is not None and region.quant.stored}
-    apart = BEFORE_017.holds(case.run.versions.megatron_core) or len({quant.bits for quant in own.values()}) > 1
-    if not own or not apart or (base is not None and base.stored):
-        return ""
-    return f"modules {', '.join(own)} store weights in {', '.join(sorted({f'fp{q.bits}' for q in own.values()}))}, layers in {case.policy.compute.short}"
 
 
 def _mixed_gemms(case: Case) -> str:
@@ -108,10 +100,10 @@ RULES: tuple[Rule, ...] = (
         "the same storage format throughout a layer: fp8_model_init stores the weights of all its linears in low precision",
         f"{PLAIN_WEIGHTS}, or drop the module's rule", "megatron-core 0.16.1 transformer_layer.py, fp8_utils.py get_fp8_context(is_init=True); NeMo-RL#3566, #3654",
         about="stored", emulated="warning"),
-    row("module-rule-stores-weights", _stored_by_rule,
+    row("module-rule-stores-weights", lambda c: storing_rules(c.policy, c.run.versions.megatron_core),
         "weights stored as the layer's own setting says: before 0.17 a rule by module has no storage and they would stay in 16 bits; since then the optimizer "
         "quantizes either FP8 or FP4 weights anew, not both",
-        "the rules without fp8_param_gather and fp4_param_gather, or megatron-core 0.17 or later and one of the two",
+        STORING_CURE,
         "megatron-core 0.16.1 extensions/transformer_engine.py TEQuantizationRecipe; Megatron-LM core/optimizer/distrib_optimizer.py (d98e8a64)",
         about="quantized", emulated="warning"),
     row("gemms-of-one-linear-in-several-formats", _mixed_gemms,

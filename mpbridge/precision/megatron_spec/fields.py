@@ -5,6 +5,7 @@ requires that every precision-looking field of every described version is in exa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -152,6 +153,17 @@ def _with_fp4(facts: Facts, value: Any) -> bool:
     return facts.policy.fp4 is not None
 
 
+def _gather_turns(bits: int) -> Callable[[Facts, Any], bool]:
+    """As the model's own switch, but not to false where a module's rule stores such weights."""
+    turns = _storage_turns if bits == 8 else _with_fp4
+
+    def turned(facts: Facts, value: Any) -> bool:
+        own = [region.quant for region in facts.policy.module_regions]
+        return turns(facts, value) and (value is True or not any(q and q.stored and q.bits == bits for q in own))
+
+    return turned
+
+
 def _with_stored_mxfp8(facts: Facts, value: Any) -> bool:
     quant = facts.policy.fp8
     return quant is not None and quant.stored and quant.row.stored.through_grads and not facts.megatron_fsdp
@@ -219,8 +231,8 @@ _LOW: tuple[PrecisionField, ...] = (
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
-    _row("ddp", "fp8_param_gather", _gathers(8), "parameters all-gathered in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
-    _row("ddp", "fp4_param_gather", _gathers(4), "parameters all-gathered in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
+    _row("ddp", "fp8_param_gather", _gathers(8), "parameters all-gathered in FP8", False, knob="fp8_param_gather", turns=_gather_turns(8)),
+    _row("ddp", "fp4_param_gather", _gathers(4), "parameters all-gathered in FP4", False, knob="fp4_param_gather", turns=_gather_turns(4), holds=SINCE_017, required=True),
 )  # fmt: skip
 _STATES: tuple[PrecisionField, ...] = (
     _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32",

@@ -77,6 +77,13 @@ class Facts:
         return bool(self.own("ddp", "use_megatron_fsdp", False))
 
 
+ASKED: Final[tuple[tuple[Target, str], ...]] = (
+    ("model", "apply_query_key_layer_scaling"),
+    ("optimizer", "use_distributed_optimizer"),
+    ("ddp", "use_distributed_optimizer"),
+    ("ddp", "use_megatron_fsdp"),
+)
+"""Fields beside the table's that decide what it says, or whether megatron-core does it (`sync.unkept`)."""
 FieldValue = Callable[[Facts], Any]
 
 

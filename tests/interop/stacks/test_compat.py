@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -131,6 +131,8 @@ def test_a_subclass_may_have_fields_of_its_own() -> None:
     @dataclasses.dataclass(kw_only=True)
     class Own(bridge.MixedPrecisionConfig):
         extra: int = 3
+        made: int = dataclasses.field(default=1, init=False)
+        kind: ClassVar[str] = "own"
 
     assert copy.copy(Own(bf16=True, extra=4)).extra == 4
     assert Own(bf16=True).ours() == MixedPrecisionConfig(bf16=True)
@@ -141,12 +143,22 @@ def test_setup_knows_that_megatron_fsdp_shards() -> None:
     model, optimizer, ddp = configs()
     ddp.use_megatron_fsdp = True
     wanted = plan(resolve(get_mixed_precision_config("mxfp8")), model=model, optimizer=optimizer, ddp=ddp)
-    plans = bridge.get_mixed_precision_config("mxfp8").setup(model, optimizer, ddp)
+    made = bridge.get_mixed_precision_config("mxfp8").setup(model, optimizer, ddp)
     assert (optimizer.reuse_grad_buf_for_mxfp8_param_ag, ddp.reuse_grad_buf_for_mxfp8_param_ag) == (False, False)
     assert ddp.fp8_param_gather is True
-    assert [[write.name for write in one.writes] for one in plans] == [
-        [write.name for write in wanted.writes if write.target == target] for target in ("model", "optimizer", "ddp")
-    ]
+    assert [write.name for write in made.writes] == [write.name for write in wanted.writes]
+
+
+def test_what_no_field_expresses_is_refused_before_anything_is_written() -> None:
+    model, optimizer, ddp = configs()
+    wide = bridge.MixedPrecisionConfig(bf16=True, params_dtype=torch.float32)
+    for attempt in (
+        lambda: wide.setup(model, optimizer, ddp),
+        lambda: bridge.update_config_with_precision_overrides(wide, model),
+    ):
+        with pytest.raises(ValueError, match="params_dtype=fp32 with bf16 compute"):
+            attempt()
+    assert (model.bf16, optimizer.bf16) == (False, False)
 
 
 def test_an_unknown_attribute_is_refused_and_finalize_names_every_contradiction() -> None:

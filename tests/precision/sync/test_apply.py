@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, built, facts_of, fresh, live, planned
 
 from mpbridge import apply, wrap
-from mpbridge.backend.megatron import targets
 from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UnknownName, UpstreamRefused
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
@@ -103,15 +102,48 @@ def test_what_no_field_expresses_is_refused_before_anything_is_written(said: str
         wrap(types.SimpleNamespace(config=objects.model), made, objects.optimizer)
 
 
-def test_weights_that_a_rule_stores_are_refused_where_megatron_core_would_not_store_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rules = {"mlp.linear_fc1": {"fp8": "hybrid", "fp8_param": True}}
-    policy = resolve(MixedPrecisionConfig(bf16=True, modules=rules))
-    for core, refused in (("0.16.1", True), ("0.20.0", False)):
-        monkeypatch.setattr(targets, "current", lambda core=core: core)
-        with pytest.raises(Refused, match="stored by a rule under modules") if refused else contextlib.nullcontext():
-            targets.refuse_unkept(policy)
+RULE = MixedPrecisionConfig(
+    bf16=True, modules={"mlp.linear_fc1": {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}}
+)
+
+
+def test_weights_that_a_rule_stores_are_refused_where_megatron_core_would_not_store_them() -> None:
+    for core, realization, refused in (
+        ("0.16.1", "native", True),
+        ("0.16.1", "emulated", False),
+        ("0.20.0", "native", False),
+    ):
+        made = planned(live(INPUTS["dense"]), resolve(RULE), realization=realization)
+        with (
+            pytest.raises(Refused, match=r"modules mlp\.linear_fc1 store weights in fp8.*0\.17 or later")
+            if refused
+            else contextlib.nullcontext()
+        ):
+            apply(
+                made,
+                machine=GPU,
+                versions=dataclasses.replace(HERE, megatron_core=core),
+                emulated=realization == "emulated",
+            )
+
+
+def test_what_a_config_decides_that_the_plan_was_not_given_is_not_judged() -> None:
+    objects = live({**INPUTS["dense"], "optimizer": {"lr": 1e-3}, "ddp": {"use_distributed_optimizer": True}})
+    policy = resolve(UNSAID["main_grads_dtype=bf16"])
+    for part in ({"model": objects.model}, {"ddp": objects.ddp}, {"optimizer": objects.optimizer}):
+        apply(plan(policy, **part))
+    with pytest.raises(Refused, match="main_grads_dtype=bf16"):
+        apply(planned(objects, policy))
+    with pytest.raises(Refused, match="the distributed optimizer silently creates FP32"):
+        apply(plan("full_bf16", ddp=objects.ddp))
+
+
+def test_wrap_refuses_megatron_fsdp_which_it_does_not_build() -> None:
+    objects = live({**INPUTS["dense"], "ddp": {"use_megatron_fsdp": True, "use_distributed_optimizer": True}})
+    made = planned(objects, POLICIES["full_bf16"])
+    apply(made)
+    with pytest.raises(Refused, match=r"ddp\.use_megatron_fsdp=True, and wrap builds plain DDP: engine=megatron_fsdp"):
+        wrap(types.SimpleNamespace(config=objects.model), made, objects.optimizer)
 
 
 @pytest.mark.parametrize("glob", ["keep_fp32", "frozen"])

@@ -153,6 +153,14 @@ def test_weights_that_only_a_rule_stores_are_quantized_anew_by_the_optimizer() -
         written = plan(config, model={}, ddp={}, core="0.20.0")
         assert written.of("ddp") == {f"{field}_param_gather": True, "grad_reduce_in_fp32": True}
         assert f"{field}_param" not in written.of("model")
+        # nothing but another rule keeps a switch off: the base's own does not decide here
+        base = config.derive(**{field: rule[field]})
+        (conflict,) = plan(base, ddp={f"{field}_param_gather": False}, core="0.20.0").conflicts
+        assert conflict.keep is None
+        (conflict,) = plan(
+            base.derive(modules=None, **{f"{field}_param": True}), ddp={f"{field}_param_gather": False}, core="0.20.0"
+        ).conflicts
+        assert conflict.keep == f"mixed_precision.{field}_param_gather=false"
 
 
 def test_emulation_tells_megatron_cores_model_and_wrapper_of_no_quantization() -> None:
