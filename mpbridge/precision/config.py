@@ -186,7 +186,7 @@ class MixedPrecisionConfig:
 
     def stored(self) -> dict[str, Any]:
         """Every value as data, dtypes as DType, for comparing, printing and dumping; loads no torch."""
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+        return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
 
     def given(self) -> dict[str, Any]:
         """The values that differ from the class's defaults."""
@@ -198,9 +198,9 @@ class MixedPrecisionConfig:
         return {name: plain(value) for name, value in self.given().items()}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Self:
-        """The config from plain values. Raises UnknownName, BadValue or Contradiction."""
-        return cls().derive(**{str(name): value for name, value in data.items()})
+    def from_data(cls, data: Mapping[str, Any], base: Self | None = None) -> Self:
+        """The config from plain values; base: the one that they change. Raises UnknownName, BadValue or Contradiction."""
+        return (base or cls()).derive(**{str(name): value for name, value in data.items()})
 
     def derive(self, **changes: Any) -> Self:
         """A changed copy; an unknown field is refused with the nearest name; duplicate fields given together must agree."""
@@ -208,13 +208,18 @@ class MixedPrecisionConfig:
         for name in changes:
             if name not in fields:
                 raise UnknownName("field of MixedPrecisionConfig", name, fields)
-        if clashes := twin_clashes(changes):
-            raise Contradiction(clashes)
-        new = copy.deepcopy(self)
+        refuse_twins(changes)
+        new = copy.copy(self)
         # None for one of two duplicate fields is ignored if the other is given
         for name, value in changes.items():
             if value is not None or changes.get(_TWIN_OF.get(name, "")) is None:
                 setattr(new, name, value)
+        return new
+
+    def __copy__(self) -> Self:
+        new = object.__new__(type(self))
+        own = {name: _kept(value) for name, value in self.__dict__.items() if isinstance(value, (dict, list))}
+        new.__dict__.update(self.__dict__, **own)
         return new
 
     def __eq__(self, other: object) -> bool:
@@ -241,20 +246,16 @@ def _kept(value: Any) -> Any:
     return [_kept(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def twin_clashes(said: Mapping[str, Any]) -> list[str]:
-    """One fault for each pair of duplicate fields that the same constructor, mapping or override list sets to different values."""
-    return [
-        f"{a}={said[a]} and {b}={said[b]} are the same setting: set only one of them, or both to the same value"
-        for a, b in TWINS
-        if said.get(a) is not None and said.get(b) is not None and said[a] != said[b]
-    ]
-
-
 def refuse_twins(given: Mapping[str, Any]) -> None:
-    """Raises Contradiction for a constructor's clashes."""
-    if clashes := twin_clashes(given):
-        cure = "dataclasses.replace passes both: assign one, or use mpbridge's derive()"
-        raise Contradiction([f"{fault} ({cure})" for fault in clashes])
+    """Raises Contradiction for duplicate fields that the same constructor, mapping or override list sets to different values, one fault for each pair."""
+    faults = [
+        f"{a}={given[a]} and {b}={given[b]} are the same setting: set only one of them, or both to the same value"
+        " (after dataclasses.replace, which passes both: assign it)"
+        for a, b in TWINS
+        if given.get(a) is not None and given.get(b) is not None and given[a] != given[b]
+    ]
+    if faults:
+        raise Contradiction(faults)
 
 
 _DTYPES = {name: field.row for name, field in vars(MixedPrecisionConfig).items() if isinstance(field, DTypeField)}

@@ -8,7 +8,6 @@ from typing import Any
 
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.formats import say
-from mpbridge.precision.config import twin_clashes
 from mpbridge.precision.regions import Attention, Quant
 from mpbridge.precision.scalings import DEFAULTS, SCALINGS, Scaling, formats
 
@@ -27,7 +26,7 @@ def row_of(v: Mapping[str, Any], low: str) -> Scaling | None:
 
 def quant_faults(v: Mapping[str, Any]) -> list[str]:
     """All contradictions among the quantization fields."""
-    faults = twin_clashes(v)
+    faults: list[str] = []
     if v["fp8"] and v["fp4"]:
         faults.append("fp8 and fp4 are both on: set one of them to null")
     for low in ("fp8", "fp4"):

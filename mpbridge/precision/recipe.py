@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -56,15 +57,18 @@ class Recipe:
     @property
     def policy(self) -> PrecisionPolicy | None:
         """Its meaning; None if that requires loading a package, or it cannot be resolved."""
-        try:  # asked anew each time: a factory may read what has changed since
-            return None if self.foreign else resolve(self.make())
+        # a factory is asked anew each time, as it may read what has changed since; fields do not change
+        fields = isinstance(self.make, functools.partial) and self.make.func is MixedPrecisionConfig
+        try:
+            return None if self.foreign else _of_fields(self.make) if fields else resolve(self.make())
         except MpbridgeError:
             return None
 
     @property
     def needs(self) -> tuple[int, int] | None:
         """Lowest CUDA compute capability that runs it natively; None: any machine, including a CPU (or unknown: `foreign`)."""
-        quants = () if self.policy is None else self.policy.quants
+        policy = self.policy
+        quants = () if policy is None else policy.quants
         return max((quant.row.hardware.low for quant in quants), default=None)
 
     @property
@@ -77,6 +81,11 @@ class Recipe:
         """Recommended hyperparameters, each with its source."""
         policy = self.policy
         return tuple(text for text, of in HINTS.items() if policy is not None and of(policy)) + self.advice
+
+
+@functools.cache
+def _of_fields(make: Factory) -> PrecisionPolicy:
+    return resolve(make())
 
 
 def able(policy: PrecisionPolicy, engine: EngineTraits) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from mpbridge.precision.recipe_code import call, function
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.precision.yaml_loader import read_yaml, said
 
+log = logging.getLogger("mpbridge")
 F = TypeVar("F", bound=Factory)
 EVIDENCE = "evidence"
 """Key of a recipe file for its evidence (`mpbridge tune`); not a field, and read only by `show`."""
@@ -88,22 +90,22 @@ def key(name: str) -> str:
 
 
 def _fill() -> None:
-    """Fills the tables once. Raises DuplicateName at every call while an installed package takes a name that exists."""
+    """Fills the tables once. An installed package's recipe whose name exists is left out, and that is said once."""
     global _filled
     if _filled:
         return
     with _lock:
         if _filled:
             return
-        names, others = dict(_by_name), dict(_alias_of)
+        names, others = dict[str, Recipe](), dict[str, str]()
         for entry in BUILT_IN:
             _store(entry, names, others)
         for point in entry_points(ENTRY_POINTS):
             name = key(point.name)
             if name in names or name in others:
-                raise DuplicateName(
-                    f"entry point {point.value!r} provides a recipe named {name!r}, which already exists"
-                )
+                text = "the recipe %r of the installed package of %r is left out: the name exists; rename its entry point, or uninstall it"
+                log.warning(text, name, point.value)
+                continue
             # its package is loaded only when the recipe is used, since it may import torch
             made = functools.partial(lambda point: call(point.load(), point.value), point)
             names[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value, foreign=True)
@@ -117,20 +119,21 @@ def _store(entry: Recipe, names: dict[str, Recipe], others: dict[str, str]) -> N
     for name in (entry.name, *entry.aliases):
         if not name or _is_place(name):
             raise BadValue(f"{name!r} cannot name a recipe: it would be read as a file or a function")
-    before = names.get(entry.name)
-    in_notebook = getattr(entry.make, "__module__", None) == "__main__"
-    # a cell, or a line of an interactive session, ran again and replaces its recipe
-    again = before is not None and before.source == entry.source and in_notebook
-    own = {entry.name, *before.aliases} if before is not None and again else set[str]()
+    before, own = names.get(entry.name), set[str]()
+    if getattr(entry.make, "__module__", None) == "__main__" and before is not None and before.source == entry.source:
+        own = {
+            entry.name,
+            *before.aliases,
+        }  # a cell, or a line of an interactive session, ran again and replaces its recipe
     taken = [name for name in (entry.name, *entry.aliases) if name not in own and (name in names or name in others)]
     if taken:
         raise DuplicateName(
             f"a recipe named {', '.join(map(repr, taken))} already exists: choose another name (registered names: mpbridge list)"
         )
-    for name in own:
-        others.pop(name, None)
     names[entry.name] = entry
     others.update(dict.fromkeys(entry.aliases, entry.name))
+    for name in own.difference(entry.aliases):
+        others.pop(name, None)
 
 
 @overload
@@ -349,7 +352,7 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
             raise RecipeError(
                 f"recipe file {path}: no field named 'recipe'; the recipe that a file starts from is named by `extends: {cut(data['recipe'])}`"
             )
-        return start.derive(**{str(name): value for name, value in data.items()})
+        return MixedPrecisionConfig.from_data(data, start)
     except RecipeError:
         raise
     except MpbridgeError as error:

@@ -16,7 +16,7 @@ from mpbridge.common.machines import Machine, machine
 from mpbridge.common.probe import installed
 from mpbridge.common.traits import DEFAULT, known
 from mpbridge.common.transformer_engine import Package, choose, played_versions, tried
-from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
+from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
@@ -171,15 +171,17 @@ def _added(
     good: dict[str, Any] = {}
     for name, value in additions.items():
         try:
-            MixedPrecisionConfig().derive(**{str(name): value})
+            MixedPrecisionConfig.from_data({name: value})
             good[str(name)] = value
         except UnknownName as error:
             faults.append(f"{place}.{name}: {error}")
         except MpbridgeError as error:
             faults.append(f"{place}: {error}")
-    clashes = twin_clashes(good)
-    faults += [f"{place}: {clash}" for clash in clashes]
-    return config if clashes else config.derive(**good)
+    try:
+        return config.derive(**good)
+    except Contradiction as error:
+        faults += [f"{place}: {clash}" for clash in error.faults]
+        return config
 
 
 TORCHS = tuple(name for name in OPTIMIZERS if name not in ("adam", *BESIDE_ADAM))

@@ -69,6 +69,14 @@ def test_a_second_recipe_replaces_the_first():
         ("full_bf16", "the distributed optimizer silently creates FP32 main weights"),
         ("bf16_with_mxfp8_mixed", "MXFP8 needs compute capability 10.0 or later"),
         ("bf16_with_fp8_rowwise", "scaling-of-a-library-that-the-engine-does-not-use"),
+        (
+            mpbridge.MixedPrecisionConfig(bf16=True, frozen=["*norm*"]),
+            r"does neither: mixed_precision\.frozen=null, or mpbridge's",
+        ),
+        (
+            mpbridge.MixedPrecisionConfig(bf16=True, keep_fp32=["*norm*"]),
+            r"does neither: mixed_precision\.keep_fp32=null, or",
+        ),
     ],
 )
 def test_what_bridges_loop_would_undo_or_the_machine_cannot_run_is_refused(h100, recipe, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -147,6 +148,8 @@ def test_what_follows_from_a_recipes_fields_is_asked_anew_and_of_any_factory() -
     assert recipes["made"].needs is None
     Made.fields["fp8"] = "hybrid"
     assert recipes["made"].needs == (8, 9)
+    built_in = recipes["fp8_cs"]  # fields alone do not change: `mpbridge list` resolves each once
+    assert built_in.policy is built_in.policy
 
 
 class _Installed:
@@ -178,11 +181,34 @@ def test_every_thread_finds_every_recipe_from_the_first_call_on(monkeypatch: pyt
     assert found == ["of_a_package"] * 8
 
 
-def test_a_package_that_takes_a_name_is_refused_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_takes_a_name_costs_nobody_elses_recipe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     _filled_again(monkeypatch, "bf16_mixed", "of_a_package")
     for _ in range(2):
-        with pytest.raises(DuplicateName, match="provides a recipe named 'bf16_mixed'"):
-            registry.recipe("fp32")
+        assert registry.recipe("bf16_mixed").foreign is False
+        assert registry.recipe("of_a_package").foreign is True
+    (said,) = caplog.messages
+    assert "the recipe 'bf16_mixed' of the installed package of 'package:function' is left out" in said
+    assert "rename its entry point, or uninstall it" in said
+
+
+def test_a_cell_that_runs_again_is_found_by_its_alias_at_every_moment() -> None:
+    def cell() -> MixedPrecisionConfig:
+        return MixedPrecisionConfig(bf16=True)
+
+    class Watched(dict[str, str]):
+        def pop(self, name: str, *default: Any) -> Any:  # type: ignore[override]
+            popped.append(name)
+            return super().pop(name, *default)
+
+    cell.__module__, popped = "__main__", list[str]()
+    register(name="cell", aliases=("mine", "old"))(cell)
+    entry = recipes["cell"]
+    names, others = dict(registry._by_name), Watched(registry._alias_of)
+    registry._store(dataclasses.replace(entry, aliases=("mine",)), names, others)
+    assert "mine" not in popped
+    assert ("mine" in others, "old" in others) == (True, False)
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "mine.yaml", "mine.py"])
@@ -380,9 +406,9 @@ def test_recipes_of_another_installed_package_are_listed_unloaded_and_loaded_on_
 
 def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
     _package(tmp_path, "BF16-mixed = somebodys:mine")
-    what = "provides a recipe named 'bf16_mixed', which already exists"
-    said = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path).stderr
-    assert f"DuplicateName: entry point 'somebodys:mine' {what}" in said
+    done = _in_a_process("from mpbridge import recipes\nprint(recipes['bf16_mixed'].foreign)\n", tmp_path)
+    assert done.stdout == "False\n"
+    assert "the recipe 'bf16_mixed' of the installed package of 'somebodys:mine' is left out" in done.stderr
 
 
 def test_the_window_answers_for_an_unknown_name_as_a_mapping_does() -> None:

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 
 from mpbridge.backend.megatron.targets import apply as apply_plan
-from mpbridge.common.errors import BadValue
+from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import plain
 from mpbridge.common.traits import DEFAULT, traits
 from mpbridge.planning.memory.keeps import updater
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import require_here
-from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.config import GLOBS, MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config, key
 from mpbridge.precision.resolve import resolve
@@ -57,6 +57,9 @@ def container_plan(container: Any, recipe: AnyRecipe) -> ContainerPlan:
             f"{type(container).__name__} has no {', '.join(missing) or 'mixed_precision'}: expected Megatron Bridge's ConfigContainer, complete"
         )
     policy = recipe if isinstance(recipe, PrecisionPolicy) else resolve(get_mixed_precision_config(recipe))
+    if left := [f"mixed_precision.{name}=null" for name in GLOBS if getattr(policy, name)]:
+        what = "keep_fp32 and frozen need the built model, and Bridge builds it itself and does neither"
+        raise Refused(f"{what}: {' '.join(left)}, or mpbridge's own engines")
     made = plan(
         policy, model=container.model, optimizer=container.optimizer, ddp=container.ddp, after=getattr(container, _RECEIPT, None)
     )  # fmt: skip

@@ -122,7 +122,7 @@ def test_twins_follow_the_last_assignment_and_contradict_within_one_constructor(
         with pytest.raises(Contradiction, match="are the same setting"):
             bridge.MixedPrecisionConfig(fp8_param=stored, fp8_param_gather=not stored)
     stored_in_fp8 = bridge.bf16_with_fp8_current_scaling_mixed()
-    with pytest.raises(Contradiction, match=r"dataclasses\.replace passes both: assign one"):
+    with pytest.raises(Contradiction, match=r"dataclasses\.replace, which passes both: assign it"):
         dataclasses.replace(stored_in_fp8, fp8_param_gather=False)
     assert dataclasses.replace(stored_in_fp8, hysteresis=3).fp8_param_gather is True
 
