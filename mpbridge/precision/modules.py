@@ -10,17 +10,15 @@ from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.formats import DType, dtype
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.field_values import choice_faults, type_faults
-from mpbridge.precision.quants import QUANT_FIELDS, quant_faults, quant_of, row_of
+from mpbridge.precision.quants import quant_faults, quant_of, row_of
 from mpbridge.precision.regions import GEMMS, Gemms, Quant, Region, Spans
 from mpbridge.precision.scalings import SCALINGS, bits_of
 
 _QUANT_KEYS = (
-    *(
-        name for name in QUANT_FIELDS if not name.endswith("attention")
-    ),  # attention is no linear: the recipe's own switches decide
-    "fp8_param_gather",
-    "fp4_param_gather",
-)
+    "fp8", "fp8_recipe", "fp8_param", "fp8_param_gather", "fp8_quantizer_factory", "fp8_options",
+    "fp4", "fp4_recipe", "fp4_param", "fp4_param_gather", "fp4_quantizer_factory", "fp4_options",
+)  # fmt: skip
+"""Fields of a quantization by which linears can differ: not delayed scaling's, which holds for a whole block, and attention is no linear."""
 _RANGE = re.compile(r"(-?\d+)(?:\s*(?:-|to)\s*(-?\d+))?")
 _END = re.compile(r"(first|last)\s+(\d+)")
 

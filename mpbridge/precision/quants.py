@@ -12,11 +12,6 @@ from mpbridge.precision.regions import Attention, Quant
 from mpbridge.precision.scalings import DEFAULTS, SCALINGS, Scaling, formats
 
 BITS: Mapping[str, int] = types.MappingProxyType({"fp8": 8, "fp4": 4})
-QUANT_FIELDS = (
-    "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention",
-    "fp8_multi_head_attention", "fp8_param", "fp8_quantizer_factory", "fp4", "fp4_recipe", "fp4_param", "fp4_quantizer_factory",
-    "fp8_options", "fp4_options",
-)  # fmt: skip
 
 
 def row_of(v: Mapping[str, Any], low: str) -> Scaling | None:

@@ -36,12 +36,10 @@ def resolve(
     checks = (choice_faults, _base_faults, quant_faults, _state_faults, _scale_faults)
     faults = [fault for check in checks for fault in check(values)] + _edge_faults(values, layers)
     regions = module_regions(values, base := _base(values), faults)
-    low = [name for name in ("fp8", "fp4") if values[name]]
-    low += [f"modules[{region.modules!r}]" for region in regions if region.rules.first is not None]
     if base is DType.FP32:
-        faults += [
-            f"{name} needs 16-bit compute around it: set bf16=true (or fp16=true)" for name in dict.fromkeys(low)
-        ]
+        rules = dict.fromkeys(f"modules[{region.modules!r}]" for region in regions if region.rules.first)
+        low = (*(name for name in ("fp8", "fp4") if values[name]), *rules)
+        faults += [f"{name} needs 16-bit compute around it: set bf16=true (or fp16=true)" for name in low]
     if faults:
         raise Contradiction(faults)
     policy = _policy(values, regions)

@@ -35,6 +35,9 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a gemm's rule with fields of the whole config": (
         {"bf16": True, "modules": {"mlp.*": {"fprop": {"fp8": "hybrid", "loss_scale": 3.0, "bf16": True, 1: True}, "dgrad": "bf16", "wgrad": "bf16"}}},
         ("modules['mlp.*']: loss_scale, bf16, 1 cannot be set for fprop alone (possible: fp8, fp8_recipe",)),
+    "delayed scaling's fields in a rule": (
+        {"bf16": True, "modules": {"mlp.*": {"fp8": "hybrid", "fp8_margin": 1, "fp8_amax_history_len": 2, "fp8_amax_compute_algo": "max", "fp8_wgrad": False}}},
+        ("modules['mlp.*']: fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, fp8_wgrad cannot be set per module (possible: fprop",)),
     "attention by a linear's rule": ({"bf16": True, "modules": {"mlp.*": {"fp8": "hybrid", "fp8_dot_product_attention": True}}},
         ("modules['mlp.*']: fp8_dot_product_attention cannot be set per module",)),
     "storage without format": ({"bf16": True, "fp8_param": True}, ("fp8_param=true without fp8",)),

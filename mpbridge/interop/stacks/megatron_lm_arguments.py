@@ -39,11 +39,16 @@ def options(version: str = [*VERSIONS][-1]) -> Mapping[str, Any]:
     return MappingProxyType({**found, "--use-custom-fsdp": 0})
 
 
-def takes(word: str, version: str) -> bool:
-    """Whether its parser takes an option with that value ('--exp-avg-dtype fp8'): of those that are read here, by the choices that it lists."""
-    data, (option, _, value) = shipped("interop/stacks/data/megatron_lm.json"), word.partition(" ")
-    choices = {**data["choices"], **data["older"].get(version, {}).get("choices", {})}
-    return option not in choices or value in choices[option].split()
+@functools.cache
+def choices(version: str) -> Mapping[str, str]:
+    """option -> the values that its parser takes, of those that are read here and list theirs."""
+    data = shipped("interop/stacks/data/megatron_lm.json")
+    return MappingProxyType({**data["choices"], **data["older"].get(version, {}).get("choices", {})})
+
+
+def takes(option: str, value: str, version: str) -> bool:
+    """Whether its parser takes an option with that value."""
+    return value in choices(version).get(option, value).split(" ")
 
 
 MODULES_FILE = "--te-precision-config-file"
@@ -213,6 +218,6 @@ def _store(given: Arguments, option: str, values: list[str]) -> None:
             (given.values if own is None else given.own)[name] = convert(values[0])
         except ValueError:
             faults.append(f"{option} {cut(values[0])}: expected a {'whole ' if convert is int else ''}number")
-        if name == "strategy" and values[0] not in STRATEGIES:
-            faults.append(f"{option} {cut(values[0])}: expected {', '.join(STRATEGIES)}")
+        if not takes(option, values[0], given.version):
+            faults.append(f"{option} {cut(values[0])}: expected {choices(given.version)[option].replace(' ', ', ')}")
     given.said.add(name)

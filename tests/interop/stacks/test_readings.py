@@ -144,7 +144,7 @@ ROWS: list[tuple[str, ...]] = [
     (LM, "--fp16 --hysteresis 0", "quantization~none", "contradicts: described & hysteresis"),
     (LM, "--bf16 --fp8-format e5m2", "quantization~none", "contradicts: described & fp8=e5m2"),
     (LM, "--fp8-format hybrid", "quantization~none", "contradicts: described & fp8=hybrid"),
-    (LM, "--bf16 --output-logit-dtype fp64", "quantization~none", "contradicts: described & logit_dtype"),
+    (LM, "--bf16 --output-logit-dtype fp64", "error: --output-logit-dtype fp64: expected bf16, fp32"),  # argparse's own refusal
     (LM, "--bf16 --fp8-format hybrid --fp4-format e2m1", "contradicts: described & fp8"),
     (MB, "mixed_precision.bf16=true mixed_precision.fp8=hybrid mixed_precision.params_dtype=torch.float16", "quantization~tensorwise", "contradicts: described & params_dtype"),
     (MB, "mixed_precision.bf16=true mixed_precision.fp16=true", "quantization~none", "contradicts: only storage and communication are described"),
