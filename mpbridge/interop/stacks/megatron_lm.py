@@ -38,9 +38,7 @@ def export(request: Request) -> Export:
     flags = (*_flags(request, core), file, *_model(request, core), *_optimizer(request))
     # what the parser refuses is not written: the meaning of the rest says what is lost
     written = [
-        [one for one in _OPTION.split(words) if takes(*one.partition(" ")[::2], request.version)]
-        for applies, words in flags
-        if applies
+        [one for one in _OPTION.split(words) if takes(one, request.version)] for applies, words in flags if applies
     ]
     words = [" ".join(options) for options in written if options]
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]

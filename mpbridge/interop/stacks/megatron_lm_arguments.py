@@ -46,8 +46,9 @@ def choices(version: str) -> Mapping[str, str]:
     return MappingProxyType({**data["choices"], **data["older"].get(version, {}).get("choices", {})})
 
 
-def takes(option: str, value: str, version: str) -> bool:
-    """Whether its parser takes an option with that value."""
+def takes(word: str, version: str) -> bool:
+    """Whether its parser takes an option with that value: '--exp-avg-dtype fp8'."""
+    option, _, value = word.partition(" ")
     return value in choices(version).get(option, value).split(" ")
 
 
@@ -218,6 +219,6 @@ def _store(given: Arguments, option: str, values: list[str]) -> None:
             (given.values if own is None else given.own)[name] = convert(values[0])
         except ValueError:
             faults.append(f"{option} {cut(values[0])}: expected a {'whole ' if convert is int else ''}number")
-        if not takes(option, values[0], given.version):
+        if not takes(f"{option} {values[0]}", given.version):
             faults.append(f"{option} {cut(values[0])}: expected {choices(given.version)[option].replace(' ', ', ')}")
     given.said.add(name)
