@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,6 @@ from mpbridge.precision.recipe_code import call, function
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.precision.yaml_loader import read_yaml, said
 
-log = logging.getLogger("mpbridge")
 F = TypeVar("F", bound=Factory)
 EVIDENCE = "evidence"
 """Key of a recipe file for its evidence (`mpbridge tune`); not a field, and read only by `show`."""
@@ -103,8 +101,10 @@ def _fill() -> None:
         for point in entry_points(ENTRY_POINTS):
             name = key(point.name)
             if name in names or name in others:
+                import logging  # here, because `mpbridge list` would wait for it
+
                 text = "the recipe %r of the installed package of %r is left out: the name exists; rename its entry point, or uninstall it"
-                log.warning(text, name, point.value)
+                logging.getLogger("mpbridge").warning(text, name, point.value)
                 continue
             # its package is loaded only when the recipe is used, since it may import torch
             made = functools.partial(lambda point: call(point.load(), point.value), point)
