@@ -6,10 +6,8 @@ import dataclasses
 import functools
 import importlib.util
 import os
-import random
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -92,13 +90,19 @@ def environment() -> dict[str, str]:
 
 def free_port() -> int:
     """A port for the ranks of a world to meet at. Not one that the kernel gives out: until rank 0 listens, any connection of the machine can take such a one."""
+    import random  # here: the two cost `mpbridge list` some milliseconds
+    import socket
+
     low, high = 32768, 60999  # Linux's default
     with suppress(OSError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split())
     others = [*range(10_000, low), *range(high + 1, 1 << 16)] or range(10_000, 1 << 16)
     for port in random.SystemRandom().sample(others, min(100, len(others))):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
             return port
     raise RuntimeError("none of 100 ports that were tried is free: set MASTER_PORT")
 
