@@ -96,7 +96,7 @@ def free_port() -> int:
     low, high = 32768, 60999  # Linux's default
     with suppress(OSError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split())
-    others = [*range(10_000, low), *range(high + 1, 1 << 16)] or range(10_000, 1 << 16)
+    others: list[int] = [*range(10_000, low), *range(high + 1, 1 << 16)] or [*range(10_000, 1 << 16)]
     for port in random.SystemRandom().sample(others, min(100, len(others))):
         with socket.socket() as probe:
             try:
