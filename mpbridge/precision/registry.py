@@ -88,7 +88,7 @@ def key(name: str) -> str:
 
 
 def _fill() -> None:
-    """Fills the tables once. An installed package's recipe whose name exists is left out, and that is said once."""
+    """Fills the tables once. Raises DuplicateName at every call while an installed package takes a name that exists: neither of two meanings is chosen silently."""
     global _filled
     if _filled:
         return
@@ -101,11 +101,9 @@ def _fill() -> None:
         for point in entry_points(ENTRY_POINTS):
             name = key(point.name)
             if name in names or name in others:
-                import logging  # here, because `mpbridge list` would wait for it
-
-                text = "the recipe %r of the installed package of %r is left out: the name exists; rename its entry point, or uninstall it"
-                logging.getLogger("mpbridge").warning(text, name, point.value)
-                continue
+                raise DuplicateName(
+                    f"entry point {point.value!r} provides a recipe named {name!r}, which already exists: rename it in its package, or uninstall that"
+                )
             # its package is loaded only when the recipe is used, since it may import torch
             made = functools.partial(lambda point: call(point.load(), point.value), point)
             names[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value, foreign=True)

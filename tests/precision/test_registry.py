@@ -181,16 +181,19 @@ def test_every_thread_finds_every_recipe_from_the_first_call_on(monkeypatch: pyt
     assert found == ["of_a_package"] * 8
 
 
-def test_a_package_that_takes_a_name_costs_nobody_elses_recipe(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_package_that_takes_a_name_is_an_error_at_every_call_and_leaves_nothing_half_filled(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _filled_again(monkeypatch, "bf16_mixed", "of_a_package")
     for _ in range(2):
-        assert registry.recipe("bf16_mixed").foreign is False
-        assert registry.recipe("of_a_package").foreign is True
-    (said,) = caplog.messages
-    assert "the recipe 'bf16_mixed' of the installed package of 'package:function' is left out" in said
-    assert "rename its entry point, or uninstall it" in said
+        with pytest.raises(
+            DuplicateName,
+            match=r"'package:function' provides a recipe named 'bf16_mixed', which already exists: rename it",
+        ):
+            registry.recipe("bf16_mixed")
+        assert not registry._by_name
+    _filled_again(monkeypatch, "of_a_package")
+    assert registry.recipe("of_a_package").foreign is True
 
 
 def test_a_cell_that_runs_again_is_found_by_its_alias_at_every_moment() -> None:
@@ -406,9 +409,9 @@ def test_recipes_of_another_installed_package_are_listed_unloaded_and_loaded_on_
 
 def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
     _package(tmp_path, "BF16-mixed = somebodys:mine")
-    done = _in_a_process("from mpbridge import recipes\nprint(recipes['bf16_mixed'].foreign)\n", tmp_path)
-    assert done.stdout == "False\n"
-    assert "the recipe 'bf16_mixed' of the installed package of 'somebodys:mine' is left out" in done.stderr
+    what = "provides a recipe named 'bf16_mixed', which already exists"
+    said = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path).stderr
+    assert f"DuplicateName: entry point 'somebodys:mine' {what}" in said
 
 
 def test_the_window_answers_for_an_unknown_name_as_a_mapping_does() -> None:
