@@ -291,11 +291,15 @@ class RunFacts:
             return topk
         return topk * float(factor if self.model.get("moe_pad_expert_input_to_capacity") else min(1, factor))
 
+    @property
+    def instances(self) -> int:
+        """Groups of data-parallel ranks, each of which shares a whole optimizer state."""
+        return int(self.ddp.get("num_distributed_optimizer_instances") or 1)
+
     def sharers(self, *, expert: bool) -> int:
         """Number of ranks that share the optimizer state of a weight: its replicas, in as many groups as the distributed optimizer has instances."""
-        instances = int(self.ddp.get("num_distributed_optimizer_instances") or 1)
         # more instances than ranks: `optimizer-instances-without-ranks` refuses them
-        return max(1, self.parallel.replicas(expert=expert) // instances)
+        return max(1, self.parallel.replicas(expert=expert) // self.instances)
 
     def sharded(self, role: str) -> bool:
         """Whether the engine divides that role among data-parallel ranks, as the ddp section asks it to."""

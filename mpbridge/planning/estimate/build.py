@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.planning.estimate.gemms import full_layers, rank_gemms
+from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.price import Collective, Work
+from mpbridge.planning.memory.activations import layers_again
 from mpbridge.planning.memory.buckets import Buffer, empty
 from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, is_frozen, keeps, kept_fp32, trained_by, wires
@@ -50,16 +51,16 @@ def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
     gathers = reductions = 0
     sequence = run.parallel.sequence
     for chunk in chunks:
-        again = full_layers(run, len(chunk.layers))
-        for place, layer in enumerate(chunk.built(run.shape)):
+        again = layers_again(run, chunk)
+        for repeated, layer in zip(again, chunk.built(run.shape), strict=True):
             # a pair of linears in each part; of experts only the shared one is split so
             pairs = sum(part != "experts" or run.shape.shared_expert_size > 0 for part in run.shape.parts(layer))
             # gathers: forward, backward, and the input again for the weight gradient
-            gathers += (3 + (place < again)) * pairs
-            reductions += (2 + (place < again)) * pairs
+            gathers += (3 + repeated) * pairs
+            reductions += (2 + repeated) * pairs
         # a prediction layer embeds its tokens too, and joins them with its input in a projection of twice the width
         ahead, heads = chunk.ahead(run.shape), chunk.heads(run.shape)
-        gathers += 6 * ahead + sequence * (chunk.first + ahead) + 2 * heads
+        gathers += 6 * ahead + 2 * sum(again[len(chunk.layers) :]) + sequence * (chunk.first + ahead) + 2 * heads
         reductions += 2 * ahead + chunk.first + ahead + heads
     return gathers, reductions
 
@@ -78,7 +79,9 @@ def context_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Ch
         pairs, results = shape.attention_width, shape.num_attention_heads * latent["v_head_dim"]
         queries = pairs - results
     else:
-        pairs, queries = 2 * shape.num_query_groups * shape.kv_channels, shape.num_attention_heads * shape.kv_channels
+        # fewer groups than tensor-parallel ranks: each has one
+        pairs = 2 * max(shape.num_query_groups, run.parallel.tensor) * shape.kv_channels
+        queries = shape.num_attention_heads * shape.kv_channels
         results = queries
     each = run.tokens * policy.compute.bytes / run.parallel.tensor
     for way, count in ways.items():
@@ -111,8 +114,8 @@ def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> 
         yield _collective("all_to_all", "expert", parallel.expert, probabilities, size, 2 * experts)
     if width > 1:
         # the ranks that split an expert each need all of its rows
-        yield _collective("all_gather", "tensor", width, wide, rows * each, 2 * experts)
-        yield _collective("reduce_scatter", "tensor", width, wide, rows * each * width, 2 * experts)
+        yield _collective("all_gather", "expert", width, wide, rows * each, 2 * experts)
+        yield _collective("reduce_scatter", "expert", width, wide, rows * each * width, 2 * experts)
 
 
 def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
@@ -157,7 +160,7 @@ def least_data_collectives(policy: PrecisionPolicy, run: RunFacts, held: Sequenc
 
 def _buffer(run: RunFacts, buffer: Buffer, elements: int) -> Iterator[Collective]:
     """What is sent of a buffer of so many elements."""
-    instances = int(run.ddp.get("num_distributed_optimizer_instances") or 1)
+    instances = run.instances
     group = "expert_data" if buffer.apart else "data"
     if buffer.group * instances == 1 or not elements:
         return

@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.planning.estimate.price import MatrixProduct, Pass
-from mpbridge.planning.memory.activations import recomputed_modules
+from mpbridge.planning.memory.activations import layers_again, recomputed_modules
 from mpbridge.planning.memory.identical_layers import layer_kinds, windowed
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.layers import Weight, layer_weights, rank_weights, te_layers
@@ -88,22 +88,26 @@ def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) 
     kinds, alike = layer_kinds(policy, run), Counter[tuple[bool, int]]()
     hidden, wide = run.shape.hidden_size, (policy.compute.short, "")
     for chunk in chunks:
-        again = full_layers(run, len(chunk.layers))
-        alike.update((place < again, kinds[layer]) for place, layer in enumerate(chunk.layers))
-        if chunk.mtp:
-            out = hidden // run.parallel.tensor
-            for index in range(run.shape.mtp_layers):
-                yield from linear_gemms("mtp.eh_proj", run.tokens, out, 2 * hidden, wide)
-                yield from layer_gemms(policy, run, run.shape.num_layers - 1, f"mtp.layers.{index}.transformer_layer")
+        again = layers_again(run, chunk)
+        alike.update((repeated, kinds[layer]) for repeated, layer in zip(again, chunk.layers, strict=False))
+        for index, repeated in enumerate(again[len(chunk.layers) :]):
+            path, out = f"mtp.layers.{index}.transformer_layer", hidden // run.parallel.tensor
+            yield from _repeated(linear_gemms("mtp.eh_proj", run.tokens, out, 2 * hidden, wide), repeated)
+            yield from _repeated(layer_gemms(policy, run, run.shape.num_layers - 1, path), repeated)
         for _ in range(chunk.heads(run.shape)):
             rows = run.shape.vocab_size // run.parallel.tensor
             yield from linear_gemms("output_layer", run.tokens, rows, hidden, wide)
     made = {layer: tuple(layer_gemms(policy, run, layer, f"decoder.layers.{layer}")) for _, layer in alike}
     for (repeated, layer), count in alike.items():
-        for gemm in made[layer]:
-            yield gemm if count == 1 else replace(gemm, times=gemm.times * count)
-            if repeated and gemm.step == "forward":
-                yield replace(gemm, step="recompute", times=gemm.times * count)
+        yield from _repeated((replace(gemm, times=gemm.times * count) for gemm in made[layer]), repeated)
+
+
+def _repeated(gemms: Iterable[MatrixProduct], again: bool) -> Iterator[MatrixProduct]:
+    """Those of a layer, under full recomputation with the forward ones again."""
+    for gemm in gemms:
+        yield gemm
+        if again and gemm.step == "forward":
+            yield replace(gemm, step="recompute")
 
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
@@ -116,14 +120,6 @@ def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
     if "shared_experts" in module:
         return bool(asked & {"shared_experts", "moe"})
     return "moe" in asked if mixture else "mlp" in asked
-
-
-def full_layers(run: RunFacts, chunk_layers: int) -> int:
-    """How many of a chunk's layers are recomputed under full recomputation."""
-    if run.model.get("recompute_granularity") != "full":
-        return 0
-    count = int(run.model.get("recompute_num_layers") or 1)
-    return chunk_layers if run.model.get("recompute_method") != "block" else min(count, chunk_layers)
 
 
 def layer_gemms(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> Iterator[MatrixProduct]:

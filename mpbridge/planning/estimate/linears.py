@@ -10,7 +10,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.constants import Constants
-from mpbridge.planning.estimate.gemms import full_layers, layer_gemms, linear_gemms, operands
+from mpbridge.planning.estimate.gemms import layer_gemms, linear_gemms, operands
 from mpbridge.planning.estimate.memory_traffic import quantized_bytes
 from mpbridge.planning.estimate.price import MatrixProduct, gemm_seconds
 from mpbridge.precision.policy import PrecisionPolicy
@@ -33,7 +33,7 @@ def layer_seconds(
     GEMMs and quantization; with basis 'peaks' only the GEMMs at the machine's peak, a bound that is never reached. Raises BadValue for a format without a rate.
     """
     uniform = dataclasses.replace(policy, regions=(Region(quant=quant),))
-    again = full_layers(run, run.shape.num_layers // run.parallel.pipeline) > 0
+    again = run.model.get("recompute_granularity") == "full"
     found: dict[str, list[MatrixProduct]] = {}
     for gemm in layer_gemms(uniform, run, layer, f"decoder.layers.{layer}"):
         found.setdefault(gemm.where, []).append(gemm)

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from mpbridge.common.facts import RunFacts
-from mpbridge.planning.estimate.gemms import attended, full_layers
+from mpbridge.planning.estimate.gemms import attended
 from mpbridge.planning.estimate.price import AttentionWork, MatrixProduct, MemoryTraffic
-from mpbridge.planning.memory.activations import attention_kernel, recomputed_modules
+from mpbridge.planning.memory.activations import attention_kernel, layers_again, recomputed_modules
 from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.mixers import MIXERS
@@ -28,11 +28,10 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
     flops = scores = 0.0
     layers = 0
     for chunk in chunks:
-        extra = full_layers(run, len(chunk.layers))
-        for place, layer in enumerate(chunk.built(shape)):
+        for repeated, layer in zip(layers_again(run, chunk), chunk.built(shape), strict=True):
             if "attention" not in shape.parts(layer):
                 continue
-            passes = 3.5 + (1 if again or place < extra else 0)
+            passes = 3.5 + (again or repeated)
             keys = attended(shape, run.model, layer)
             flops += passes * 2 * rows * shape.attention_width / run.parallel.tensor * keys
             scores += 2 * rows * heads * keys
@@ -58,9 +57,8 @@ def traffic(
     found: defaultdict[str, float] = defaultdict(float)
     fused = bool(run.model.get("use_transformer_engine_op_fuser"))
     for chunk in chunks:
-        extra = full_layers(run, len(chunk.layers))
-        for place, layer in enumerate(chunk.built(shape)):
-            share = (4 / 3 if place < extra else 1) * rows / tensor * wide
+        for repeated, layer in zip(layers_again(run, chunk), chunk.built(shape), strict=True):
+            share = (4 / 3 if repeated else 1) * rows / tensor * wide
             parts = shape.parts(layer)
             mixture = "experts" in parts
             if parts[0] in MIXERS:

@@ -192,8 +192,6 @@ def host_units(run: RunFacts, work: Work) -> float:
 
 def _wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, float]]:
     """(constant, ideal seconds) of a collective: the bytes that leave the rank, over the link that limits it."""
-    if one.group == "expert" and one.kind == "all_to_all":
-        return _expert_wire(run, one, machine)
     size = float(one.bytes) * one.times
     share = (one.ranks - 1) / one.ranks
     moved = {
@@ -206,9 +204,7 @@ def _wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, f
         name = "tensor_overlapped" if run.model.get("tp_comm_overlap") else "tensor"
         return [(name, moved / _link(machine, one.ranks))]
     if one.group == "expert":
-        over = "_overlapped" if run.model.get("overlap_moe_expert_parallel_comm") else ""
-        wider = one.ranks > machine.domain and machine.network
-        return [(f"expert_{'network' if wider else 'link'}{over}", moved / _link(machine, one.ranks))]
+        return _expert_wire(run, one, machine, moved)
     if one.group == "context":
         return [("context", moved / _link(machine, one.ranks * run.parallel.tensor))]
     if one.group == "pipeline":
@@ -224,14 +220,17 @@ def _link(machine: Machine, reach: int) -> float:
     return inner if reach <= machine.domain or not machine.network else machine.network
 
 
-def _expert_wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, float]]:
+def _expert_wire(run: RunFacts, one: Collective, machine: Machine, moved: float) -> list[tuple[str, float]]:
     """All-to-all: flexible dispatchers send a token once to each rank (and node) that it goes to, the plain dispatcher once per expert."""
     topk = run.shape.expert_topk
     flexible = run.model.get("moe_token_dispatcher_type") == "flex"
     token = one.bytes * one.times / max(1, topk)
     over = "_overlapped" if run.model.get("overlap_moe_expert_parallel_comm") else ""
     inner = machine.nvlink or 1e10
-    if one.ranks <= machine.domain or not machine.network:
+    within = one.ranks <= machine.domain or not machine.network
+    if one.kind != "all_to_all":
+        return [(f"expert_{'link' if within else 'network'}{over}", moved / _link(machine, one.ranks))]
+    if within:
         copies = one.ranks * (1 - (1 - 1 / one.ranks) ** topk) if flexible else topk
         return [(f"expert_link{over}", token * copies * (one.ranks - 1) / one.ranks / inner)]
     nodes = one.ranks / machine.domain

@@ -6,7 +6,7 @@ attention is not fused. Fragmentation and load imbalance between experts are not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -102,8 +102,9 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, known: 
     stage, again, left = [], [0.0], away
     for chunk in chunks:
         own = [made[kinds[layer]] for layer in chunk.built(run.shape)]
-        stage.append(sum(_recomputed(run, own)) if full else sum(layer.each for layer in own[left:]))
-        again.append(_computed_again(run, own) if full else 0.0)
+        held, besides = _recomputed(run, chunk, own) if full else (sum(layer.each for layer in own[left:]), 0.0)
+        stage.append(held)
+        again.append(besides)
         left = max(0, left - len(own))
     # the gradient of the scores too, in the layer being computed
     extra = max(again) + max((layer.scores for layer in here), default=0.0)
@@ -172,18 +173,23 @@ def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
     return sum(_selected(run, _layer(policy, run, kind)) * count for kind, count in Counter(kinds).items())
 
 
-def _recomputed(run: RunFacts, kept: list[Kept]) -> Iterator[float]:
-    """What a chunk keeps for a micro-batch of each layer under full recomputation."""
-    count = int(run.model.get("recompute_num_layers") or 1)
-    if run.model.get("recompute_method") == "block":
-        return (layer.entry if i < count else layer.whole for i, layer in enumerate(kept))
-    return (layer.entry for layer in kept[::count])
+def layers_again(run: RunFacts, chunk: Chunk) -> list[bool]:
+    """Whether full recomputation computes each layer that a chunk builds again (transformer_block.py; in blocks no prediction layer: multi_token_prediction.py)."""
+    model, built = run.model, chunk.built(run.shape)
+    count = len(built) if model.get("recompute_granularity") == "full" else 0
+    if model.get("recompute_method") == "block":
+        count = min(count, len(chunk.layers), int(model.get("recompute_num_layers") or 1))
+    return [place < count for place in range(len(built))]
 
 
-def _computed_again(run: RunFacts, kept: list[Kept]) -> float:
-    """The most that layers of a chunk hold besides while they are computed again, all at once that share a kept input (transformer_block.py _checkpointed_forward)."""
+def _recomputed(run: RunFacts, chunk: Chunk, kept: list[Kept]) -> tuple[float, float]:
+    """What a chunk keeps for a micro-batch under full recomputation, and the most that its layers hold besides while they are computed again, all at once that
+    share a kept input (transformer_block.py _checkpointed_forward)."""
     each = 1 if run.model.get("recompute_method") == "block" else int(run.model.get("recompute_num_layers") or 1)
-    return max((sum(layer.whole for layer in kept[i : i + each]) for i in range(0, len(kept), each)), default=0.0)
+    again = sum(layers_again(run, chunk))
+    groups = [kept[i : min(i + each, again)] for i in range(0, again, each)]
+    held = sum(group[0].entry for group in groups) + sum(layer.whole for layer in kept[again:])
+    return held, max((sum(layer.whole for layer in group) for group in groups), default=0.0)
 
 
 def _recomputed_parts(run: RunFacts) -> frozenset[str]:

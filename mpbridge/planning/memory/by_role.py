@@ -60,7 +60,7 @@ class Memory(States):
     exact: bool
     """Whether `roles` has every state to the byte."""
     at_most: bool = False
-    """Whether the real bytes may be far fewer, so that it is not certain that what is beyond the states does not fit."""
+    """Whether the real bytes may be far fewer, so that it is never certain that it does not fit."""
 
     @property
     def states(self) -> int:
@@ -146,10 +146,11 @@ def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine, mine: Memory |
 
 
 def verdict(one: Memory, available: int) -> Literal["fits", "tight", "does not fit"]:
-    """Whether a rank fits into `available` bytes (0: unknown, so "fits"). If the states alone exceed them, it does not fit, whatever the band."""
+    """Whether a rank fits into `available` bytes (0: unknown, so "fits"). If the states alone exceed them, it does not fit, whatever the band; what is smaller than
+    it is counted may fit."""
     if not available or one.needed + one.band <= available:
         return "fits"
-    if one.states > available or (one.needed - one.band > available and not one.at_most):
+    if not one.at_most and (one.states > available or one.needed - one.band > available):
         return "does not fit"
     return "tight"
 

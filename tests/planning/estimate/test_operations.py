@@ -12,6 +12,8 @@ from mpbridge.common.errors import BadValue
 from mpbridge.planning.estimate.build import work
 from mpbridge.planning.estimate.gemms import model_flops_per_token
 from mpbridge.planning.memory.layers import layer_weights
+from mpbridge.precision.registry import recipes
+from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer
 from scripts.evidence.published import CANNOT, UNUSUAL, priced, rows, run_of
 
@@ -131,7 +133,8 @@ def test_experts_split_over_tensor_ranks_gather_and_scatter_their_rows():
     rows = run.tokens // 2 * run.shape.expert_topk
     each = rows * run.shape.hidden_size * 2 * sum(run.shape.expert_layers)
     for kind, parts in (("all_gather", 1), ("reduce_scatter", 2)):
-        assert found[kind, "tensor", 2] - alone[kind, "tensor", 2] == 2 * parts * each
+        assert found[kind, "expert", 2] == 2 * parts * each
+        assert found[kind, "tensor", 2] == alone[kind, "tensor", 2]
 
 
 def test_the_dispatcher_that_gathers_sends_every_token_to_every_rank():
@@ -169,6 +172,36 @@ def test_context_parallel_ranks_send_what_their_way_sends(way, kind, sizes):
     shape, pairs = run.shape, 2 * run.shape.num_query_groups * run.shape.kv_channels
     width = pairs + (2 * shape.num_attention_heads * shape.kv_channels if way == "a2a" else 0)
     assert found[kind, "context", 2] == sizes * shape.num_layers * run.tokens * width * 2
+
+
+def test_each_tensor_parallel_rank_sends_a_whole_group_of_keys_and_values():
+    sizes = {"context_parallel_size": 2, "tensor_model_parallel_size": 4}
+    run, found = sent_by(8, config="gpt_tiny", parallel=sizes, model={"num_query_groups": 1})
+    shape = run.shape
+    assert found["send", "context", 2] == 3 * shape.num_layers * run.tokens * 2 * shape.kv_channels * 2
+
+
+def test_a_prediction_layer_is_computed_again_by_uniform_recomputation_alone():
+    """multi_token_prediction.py: _checkpointed_forward wraps _proj_and_transformer_layer; of block it warns that it is skipped."""
+    sizes, gathered, again = {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}, {}
+    for how, count in (("uniform", 1), ("block", 20)):
+        model = {
+            "mtp_num_layers": 1,
+            "recompute_granularity": "full",
+            "recompute_method": how,
+            "recompute_num_layers": count,
+        }
+        run, sent = sent_by(2, config="gpt_tiny", parallel=sizes, model=model)
+        listed = work(resolve(recipes["bf16"].make()), run, 0)
+        gathered[how] = sent["all_gather", "tensor", 2]
+        flops = {
+            step: sum(one.flops for one in listed.gemms if one.step == step and one.where != "output_layer")
+            for step in ("forward", "recompute")
+        }
+        again[how] = flops["recompute"] / flops["forward"]
+    assert again["uniform"] == 1 > again["block"]
+    # its two pairs of linears, the projection before them and its result
+    assert gathered["uniform"] - gathered["block"] == 4 * run.tokens * run.shape.hidden_size * 2 // 2
 
 
 def test_attention_alone_is_sent_of_a_hybrid_and_latent_keys_in_their_width():
