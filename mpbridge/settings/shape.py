@@ -193,3 +193,16 @@ def parallel_of(sizes: Mapping[str, Any], world_size: int, layout: Any) -> Paral
         virtual_pipeline=sizes["virtual_pipeline_model_parallel_size"] or implied, context=sizes["context_parallel_size"],
         expert=sizes["expert_model_parallel_size"], expert_tensor=sizes["expert_tensor_parallel_size"], sequence=sizes["sequence_parallel"],
     )  # fmt: skip
+
+
+def live_parallel(config: Any, world_size: int) -> Parallel:
+    """`parallel_of` a live TransformerConfig, or what will become one (Megatron Bridge's provider). Raises BadValue if it does not fit."""
+    sizes = dict.fromkeys(
+        (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")), 1
+    )
+    others = ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel")
+    found = {name: getattr(config, name, None) or sizes.get(name) for name in (*sizes, *others)}
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    # a TransformerConfig that has read its layout keeps it as an object, and has set the virtual stages
+    given = layout if isinstance(layout, (str, list)) else None
+    return parallel_of(found | {"sequence_parallel": bool(found["sequence_parallel"])}, world_size, given)

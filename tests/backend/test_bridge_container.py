@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,6 +14,7 @@ from mpbridge.common.machines import machine
 from mpbridge.common.probe import playing
 from mpbridge.compat import megatron_bridge
 from mpbridge.planning.capability import ASSUMED
+from mpbridge.settings.shape import live_parallel
 
 
 def container(**more):
@@ -86,6 +88,19 @@ def test_what_bridges_loop_would_undo_or_the_machine_cannot_run_is_refused(h100,
     assert cfg.mixed_precision == "bf16_mixed"
     for section in ("model", "optimizer", "ddp"):
         assert values(cfg, section) == values(untouched, section)
+
+
+def test_a_layout_that_is_not_read_yet_makes_the_virtual_stages_that_megatron_core_will_make(h100, monkeypatch):
+    """Bridge's providers are finalized after this; a TransformerConfig has set them."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cfg, layout, sizes = container(), "Et|t|t|tL", {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16}
+    read = TransformerConfig(
+        num_layers=4, hidden_size=128, num_attention_heads=4, pipeline_model_parallel_layout=layout, **sizes
+    )
+    vars(cfg.model).update(sizes, pipeline_model_parallel_layout=layout, microbatch_group_size_per_vp_stage=None)
+    megatron_bridge.apply(cfg, "bf16_mixed")
+    found = [live_parallel(one, 2) for one in (cfg.model, read)]
+    assert [one.virtual_pipeline for one in found] == [2, read.virtual_pipeline_model_parallel_size]
 
 
 def test_the_plan_names_what_bridge_overrides_or_drops(h100):

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from mpbridge.backend.devices.collectives import world_size
 from mpbridge.backend.megatron.targets import apply as apply_plan
 from mpbridge.common.errors import BadValue, Refused
-from mpbridge.common.facts import OptimizerFacts, Parallel, RunFacts
+from mpbridge.common.facts import OptimizerFacts, RunFacts
 from mpbridge.common.formats import plain
 from mpbridge.common.traits import DEFAULT, traits
 from mpbridge.planning.memory.keeps import updater
@@ -24,7 +25,7 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.plan import Plan, plan
 from mpbridge.settings.draft import filled
 from mpbridge.settings.schema import as_mapping
-from mpbridge.settings.shape import model_shape
+from mpbridge.settings.shape import live_parallel, model_shape
 
 _RECEIPT = "_mpbridge_receipt"
 """Attribute of a container with the receipt of the last recipe: the next one replaces it."""
@@ -119,7 +120,7 @@ def _facts(container: Any, policy: PrecisionPolicy, made: Plan) -> RunFacts:
     rows = getattr(container.model, "vocab_size", None) or getattr(container.tokenizer, "vocab_size", None) or 1
     return RunFacts(
         shape=model_shape(model, vocab_size=rows, seq_length=getattr(container.model, "seq_length", 1)),
-        parallel=_parallel(container.model),
+        parallel=live_parallel(container.model, max(world_size(), int(os.environ.get("WORLD_SIZE", "1")))),
         engine=engine,
         optimizer=OptimizerFacts(
             name=updater(optimizer["optimizer"], policy, traits(engine)),
@@ -133,20 +134,6 @@ def _facts(container: Any, policy: PrecisionPolicy, made: Plan) -> RunFacts:
         micro_batch_size=train.micro_batch_size or 1,
         global_batch_size=train.global_batch_size or 1,
     )
-
-
-def _parallel(model: Any) -> Parallel:
-    one = ("tensor", "pipeline", "context")
-    sizes: dict[str, Any] = {name: int(getattr(model, f"{name}_model_parallel_size", None) or getattr(model, f"{name}_parallel_size", 1) or 1) for name in (*one, "expert")}  # fmt: skip
-    group = torch.distributed
-    there = group.is_available() and group.is_initialized()
-    world = group.get_world_size() if there else int(os.environ.get("WORLD_SIZE", "1"))
-    sizes |= {
-        "virtual_pipeline": getattr(model, "virtual_pipeline_model_parallel_size", None),
-        "expert_tensor": getattr(model, "expert_tensor_parallel_size", None),
-        "sequence": bool(getattr(model, "sequence_parallel", False)),
-    }
-    return Parallel(world_size=world, **sizes)
 
 
 def _bridges(container: Any, policy: PrecisionPolicy, recipe: AnyRecipe) -> Iterator[str]:

@@ -14,7 +14,7 @@ from mpbridge.backend.devices.collectives import world_size
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron import inside_fsdp
 from mpbridge.backend.megatron.inside_optimizer import main_weights, parts
-from mpbridge.common.facts import OptimizerFacts, Parallel
+from mpbridge.common.facts import OptimizerFacts
 from mpbridge.common.formats import plain
 from mpbridge.common.traits import traits
 from mpbridge.common.upstream import Replacement
@@ -29,6 +29,7 @@ from mpbridge.observe.witnessing.loops import Loop, LoopFacts, LoopRun, Update, 
 from mpbridge.observe.witnessing.plain import FSDP, NOBODY, Owned, copies_of, states
 from mpbridge.observe.witnessing.sharded import first_element
 from mpbridge.settings.schema import as_mapping
+from mpbridge.settings.shape import live_parallel
 
 
 class CoreLoop(Loop):
@@ -89,7 +90,7 @@ class CoreLoop(Loop):
         shape = shape_of(named, tied=tied)
         return LoopFacts(
             shape=replace(shape, num_layers=int(getattr(model, "num_layers", shape.num_layers))),
-            parallel=_parallel(model),
+            parallel=live_parallel(model, world_size()),
             own_traits=self.kind,
             optimizer=OptimizerFacts(
                 name=str(getattr(config, "optimizer", "adam")),
@@ -176,15 +177,6 @@ def _section(name: str, config: Any) -> dict[str, Any]:
         except (ValueError, TypeError):
             continue
     return found
-
-
-def _parallel(config: Any) -> Parallel:
-    fields = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context", "expert": "expert_model"}
-    sizes: dict[str, Any] = {
-        name: int(getattr(config, f"{field}_parallel_size", 1) or 1) for name, field in fields.items()
-    }
-    width = getattr(config, "expert_tensor_parallel_size", None)
-    return Parallel(world_size=world_size(), **sizes, expert_tensor=width)
 
 
 class _Sharded(CoreLoop):

@@ -129,7 +129,8 @@ def _misplaced(split: _Split, rows: Sequence[Sequence[str]]) -> Iterator[str]:
     flat, parts = [kind for row in rows for kind in row], split.stages * split.virtual
     ahead = [index for index, row in enumerate(rows) if "mtp" in row]
     if len(rows) != parts:
-        yield f"has {len(rows)} parts, expected {parts}: {split.stages} stages x {split.virtual} virtual"
+        said = f"{split.stages} stages x {split.virtual} virtual"
+        yield f"has {len(rows)} parts, expected {parts}: {said} (add or drop a |, or set another virtual_pipeline_model_parallel_size)"
     for letter, kind, count in (
         ("E", "embedding", 1),
         ("t", "decoder", split.layers),
@@ -194,7 +195,7 @@ def _counts(split: _Split) -> list[int]:
 def parse_layout(layout: str | Iterable[Iterable[Any]]) -> list[list[str]]:
     """Kinds of layers per (virtual) stage, from lists of them or megatron-core's pipeline_model_parallel_layout notation, as in "Et*2|(tt|)*3tmL". Raises BadValue."""
     if not isinstance(layout, str):
-        return [[str(kind).rpartition(".")[2] for kind in row] for row in layout]
+        return [[str(kind).rpartition(".")[2].strip().lower() for kind in row] for row in layout]
     text, flat = layout, layout.replace(",", "")
     flat = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
     flat = re.sub(r"(.)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
@@ -255,11 +256,11 @@ def _flights(group: int, virtual: int, depth: int, total: int) -> tuple[tuple[in
         """By chunk."""
         before = count // turns * group
         size = min(group, total - before)
-        whole, part = divmod(count % turns, size) if size else (0, 0)
+        whole, part = divmod(count % turns, size or 1)
         return [before + size] * whole + [before + part] + [before] * (virtual - whole - 1)
 
     moments = [n for n in range(first, until + 1) if n in starts or n - first in starts]
-    return tuple({tuple(map(operator.sub, passed(n), passed(n - first)[::-1])) for n in (*moments, first)})
+    return tuple({tuple(map(operator.sub, passed(n), passed(n - first)[::-1])) for n in moments})
 
 
 def undivided(run: RunFacts) -> str:

@@ -108,6 +108,7 @@ def test_layout_strings_read_as_megatron_core_reads_them():
 
 def test_a_layout_that_loses_layers_is_refused():
     for stages, model, said in (
+        (2, {"pipeline_model_parallel_layout": "Ett|t|tL"}, r"has 3 parts, expected 2: .*\(add or drop a \|"),
         (2, {"pipeline_model_parallel_layout": "Et|tL"}, r"places 2 decoder \(t\), expected 4"),
         (2, {"num_layers_in_last_pipeline_stage": -6}, "must not be negative"),
         (3, {}, "4 layers cannot be divided among 3"),
@@ -128,7 +129,8 @@ def test_layouts_are_refused_that_megatron_core_refuses_and_interleave_as_it_say
         "bf16": True,
     }
     layouts = ("Ett|ttL", "Et|t|t|tL", "Etttt|mL", "Ett|ttmL", "tt|ttL", "Ett|tt", "tEt|ttL", "Ett|EttL", "Ett|ttmmL", "Ettm|ttL", "Et|t|tt", "Ett|t|tL",
-               "Ett|tt||L", "Ett|tt|m|L", "Ett|ttm||L", "Ett|tt|m|mL")  # fmt: skip
+               "Ett|tt||L", "Ett|tt|m|L", "Ett|ttm||L", "Ett|tt|m|mL",
+               [["Embedding", " decoder", "decoder"], ["DECODER", "decoder", "loss "]], [["embedding"], ["decoder"] * 4 + ["Loss"]])  # fmt: skip
     agreed = set()
     for text, ahead, given in itertools.product(layouts, (None, 1, 2), (None, 2)):
         own = {
