@@ -115,15 +115,13 @@ _KERNELS = {"apply_rope_fusion": "0", "moe_permute_fusion": "2.1", "symmetric_ar
 def _library(case: Case) -> str:
     """What needs Transformer Engine, or a later one, on a GPU; on a CPU another rule rejects most of it."""
     have = case.run.versions.transformer_engine
-    sinks, graphs = (
-        case.model("softmax_type", "vanilla") != "vanilla",
-        case.model("cuda_graph_impl") == "transformer_engine",
-    )
     later = {name: since for name, since in _KERNELS.items() if case.model(name)}
     if have is None:
         return f"{', '.join(later)} without Transformer Engine" if later else ""
-    later |= {"softmax_type": "2.8"} if sinks and te_layers(case.run) else {}
-    later |= {"delay_wgrad_compute in CUDA graphs": "2.10"} if graphs and case.model("delay_wgrad_compute") else {}
+    if case.model("softmax_type", "vanilla") != "vanilla" and te_layers(case.run):
+        later["softmax_type"] = "2.8"
+    if case.model("delay_wgrad_compute") and case.model("cuda_graph_impl") == "transformer_engine":
+        later["delay_wgrad_compute in CUDA graphs"] = "2.10"
     found = ", ".join(f"{name} (from {since})" for name, since in later.items() if case.te_before(since))
     return f"{found} with Transformer Engine {have}" if found else ""
 
@@ -140,13 +138,17 @@ def _context_faults(case: Case, ways: tuple[str, ...]) -> str:
     window = tuple(case.model("window_size", ())) not in ((), (-1, 0), (-1, -1))
     windows = window and any(windowed(model, layer) for layer in range(shape.num_layers))
     each = dict.fromkeys(ways)
+    softmax = case.model("softmax_type", "vanilla")
+    able = (
+        (f"softmax_type={say(softmax)}", softmax != "vanilla", ("a2a",)),
+        ("sliding windows", windows, ("a2a", "all_gather")),
+        ("latent attention", shape.latent_attention and case.te_before("2.20"), ("p2p", "a2a+p2p")),
+    )
     return faults(
         "",
         (f"cp_comm_type={say(model.get('cp_comm_type'))}: expected one of {', '.join(_RINGS)}", set(each) - set(_RINGS)),
         ("hierarchical groups for a2a+p2p, which mpbridge does not make", "a2a+p2p" in each),
-        (f"softmax_type={say(case.model('softmax_type'))} by {', '.join(w for w in each if w != 'a2a')}", case.model("softmax_type", "vanilla") != "vanilla" and set(each) - {"a2a"}),
-        (f"sliding windows by {', '.join(w for w in each if w not in _RINGS[:2])}", windows and set(each) - set(_RINGS[:2])),
-        (f"latent attention by {', '.join(w for w in each if w in _RINGS[:2])}", shape.latent_attention and case.te_before("2.20") and set(each) & set(_RINGS[:2])),
+        *((f"{what} by {', '.join(w for w in each if w not in those)}", asked and set(each) - set(those)) for what, asked, those in able),
         (f"a2a with {heads} query and {pairs} key heads per rank", "a2a" in each and (heads % sizes.context or pairs % sizes.context)),
     )  # fmt: skip
 
@@ -250,7 +252,7 @@ RULES: tuple[Rule, ...] = (
          when=lambda c: c.run.parallel.context > 1 and isinstance(c.model("cp_comm_type"), (list, tuple)) and len(c.model("cp_comm_type")) != c.run.shape.num_layers),
     row("context-parallel-attention", lambda c: (found := _context_attention(c)) and f"{c.run.parallel.context} context-parallel ranks with {found}",
          "attention sinks by a2a, sliding windows by a2a or all_gather, latent attention by p2p, heads that a2a can divide, in Transformer Engine's layers",
-         "model.cp_comm_type=a2a, or parallel.context_parallel_size=1", "Transformer Engine 2.11 and 2.20 pytorch/attention/dot_product_attention/context_parallel.py; "
+         "model.cp_comm_type=a2a, or parallel.context_parallel_size=1", "Transformer Engine 2.11 and 2.20 (those between were not read) pytorch/attention/dot_product_attention/context_parallel.py; "
          "megatron-core 0.16.1 transformer/dot_product_attention.py, transformer_layer.py", cure_here=_context_cure),
     row("interleaved-communication", "interleaved stages with overlap_p2p_comm and batch_p2p_comm (megatron-core's default) both true", "one of them", "model.batch_p2p_comm=false",
          "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_backward_pipelining_with_interleaving",

@@ -170,17 +170,19 @@ def _recomputation(case: Case) -> str:
     how, layers = case.model("recompute_granularity"), case.model("recompute_num_layers")
     full, selective = how == "full", how == "selective"
     lacks = [name for name in ("recompute_method", "recompute_num_layers") if case.model(name) is None]
-    uneven: set[int] = set()
-    if full and case.model("recompute_method") == "uniform" and layers:
-        with contextlib.suppress(BadValue):  # layers-do-not-divide says it
-            uneven = {
-                len(chunk.layers) for stage in stage_chunks(case.run) for chunk in stage if len(chunk.layers) % layers
-            }
+    uniform, held = full and case.model("recompute_method") == "uniform" and layers, set[int]()
+    with contextlib.suppress(BadValue):  # layers-do-not-divide says it
+        held = {len(chunk.layers) for stage in stage_chunks(case.run) for chunk in stage}
+    uneven = [count for count in held if uniform and count % layers]
     spread = how and case.model("distribute_saved_activations") and case.run.parallel.sequence
     return faults(
         "",
         (f"full recomputation without {' and '.join(lacks)}", full and lacks),
         (f"uniform recomputation of {layers} layers at once where a model chunk has {min(uneven, default=0)}", uneven),
+        (
+            f"uniform recomputation of {layers} prediction layers at once",
+            uniform and layers > 1 and case.run.shape.mtp_layers,
+        ),
         ("full recomputation with moe_layer_recompute", full and case.model("moe_layer_recompute")),
         ("recompute_num_layers below 1", full and layers is not None and layers < 1),
         (f"selective recomputation with recompute_num_layers={layers}", selective and layers is not None),
@@ -320,7 +322,7 @@ RULES: tuple[Rule, ...] = (
     *_EXPERTS,
     row("cpu-offloading", _cpu_offloading, "fewer layers than the model has, one pipeline stage, no recomputation and no CUDA graphs", "model.cpu_offloading=false",
          when=lambda c: c.model("cpu_offloading")),
-    row("recomputation", _recomputation, "full: a method and a number of layers, which divides those of each model chunk where it is uniform; selective: no number of layers", "model.recompute_method=uniform model.recompute_num_layers=1, or model.recompute_granularity=selective"),
+    row("recomputation", _recomputation, "full: a method and a number of layers, which divides those of each model chunk where it is uniform, and is 1 with prediction layers; selective: no number of layers", "model.recompute_method=uniform model.recompute_num_layers=1, or model.recompute_granularity=selective"),
     row("recomputed-modules", _recomputed, "modules that the model has and that can be recomputed", "correct model.recompute_modules",
          when=lambda c: c.model("recompute_granularity") == "selective"),
     row("offloaded-modules", _offloaded, "a list of known modules", "correct model.offload_modules", when=lambda c: c.model("fine_grained_activation_offloading")),

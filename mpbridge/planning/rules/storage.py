@@ -45,7 +45,7 @@ def _dead_names(case: Case) -> str | None:
 
 
 def _undivided(case: Case) -> str | None:
-    many = case.ddp("num_distributed_optimizer_instances", 1)
+    many = case.run.instances
     if not case.core or many == 1:
         return None
     if not case.run.optimizer.distributed:
@@ -148,10 +148,10 @@ RULES: tuple[Rule, ...] = (
         "ddp.reduce_scatter_with_fp32_accumulation=false, or mixed_precision.grad_reduce_in_fp32=false", ARGUMENTS,
         about="fp32_grads", when=lambda c: c.policy.reduce is DType.FP32 and c.ddp("reduce_scatter_with_fp32_accumulation")),
     row("fp32-accumulation-with-optimizer-instances",
-        lambda c: f"reduce_scatter_with_fp32_accumulation with {c.ddp('num_distributed_optimizer_instances')} optimizer instances",
+        lambda c: f"reduce_scatter_with_fp32_accumulation with {c.run.instances} optimizer instances",
         "one instance",
         "ddp.num_distributed_optimizer_instances=1", "megatron-core 0.16.1 param_and_grad_buffer.py _ParamAndGradBucketGroup",
-        when=lambda c: c.core and c.ddp("reduce_scatter_with_fp32_accumulation") and c.ddp("num_distributed_optimizer_instances", 1) > 1),
+        when=lambda c: c.core and c.ddp("reduce_scatter_with_fp32_accumulation") and c.run.instances > 1),
     row("optimizer-instances-without-ranks", _undivided,
         "the distributed optimizer, and a number of instances that divides the data-parallel ranks, also those of experts",
         "ddp.num_distributed_optimizer_instances=1", "megatron-core 0.16.1 parallel_state.py initialize_model_parallel, distributed_data_parallel.py"),

@@ -388,12 +388,14 @@ def test_attention_over_context_parallel_ranks_is_what_transformer_engine_can_do
 
 
 @pytest.mark.parametrize(
-    ("count", "sizes", "wrong"),
-    [(2, {}, False), (3, {}, True), (8, {}, True), (2, {"pipeline": 2}, False), (4, {"pipeline": 2}, True)],
-)
-def test_uniform_recomputation_takes_layers_that_a_chunk_has(count, sizes, wrong):
-    """megatron-core 0.16.1 transformer_block.py custom_forward indexes the layers from the first to the first + count, beyond a chunk's last."""
-    run = case(model=WHOLE | {"recompute_num_layers": count}, parallel=Parallel(world_size=2, **sizes))
+    ("count", "sizes", "ahead", "wrong"),
+    [(2, {}, 0, False), (3, {}, 0, True), (8, {}, 0, True), (2, {"pipeline": 2}, 0, False), (4, {"pipeline": 2}, 0, True), (2, {}, 1, True), (1, {}, 1, False)],
+)  # fmt: skip
+def test_uniform_recomputation_takes_layers_that_a_chunk_has(count, sizes, ahead, wrong):
+    """megatron-core 0.16.1 transformer_block.py custom_forward indexes the layers from the first to the first + count, beyond a chunk's last;
+    multi_token_prediction.py _checkpointed_forward asserts a count of 1."""
+    shape = dataclasses.replace(SHAPE, mtp_layers=ahead)
+    run = case(model=WHOLE | {"recompute_num_layers": count}, parallel=Parallel(world_size=2, **sizes), shape=shape)
     assert ("recomputation" in ids(broken(*run))) is wrong
 
 
