@@ -160,17 +160,16 @@ def least_data_collectives(policy: PrecisionPolicy, run: RunFacts, held: Sequenc
 
 def _buffer(run: RunFacts, buffer: Buffer, elements: int) -> Iterator[Collective]:
     """What is sent of a buffer of so many elements."""
-    instances = run.instances
     group = "expert_data" if buffer.apart else "data"
-    if buffer.group * instances == 1 or not elements:
+    if buffer.group * run.instances == 1 or not elements:
         return
     size = elements * buffer.grads.bytes
     if not buffer.distributed:
         yield _collective("all_reduce", group, buffer.group, buffer.grads, size)
         return
     yield _collective("reduce_scatter", group, buffer.group, buffer.grads, size)
-    if instances > 1:  # each has the whole, and adds up its shards with the others'
-        yield _collective("all_reduce", group, instances, buffer.grads, size // buffer.group)
+    if run.instances > 1:  # each has the whole, and adds up its shards with the others'
+        yield _collective("all_reduce", group, run.instances, buffer.grads, size // buffer.group)
     yield _collective("all_gather", group, buffer.group, buffer.params, elements * buffer.params.bytes // buffer.group)
 
 
