@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from mpbridge.backend.devices.collectives import world_size
 from mpbridge.backend.megatron.targets import apply as apply_plan
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import OptimizerFacts, RunFacts
@@ -117,10 +116,13 @@ def _facts(container: Any, policy: PrecisionPolicy, made: Plan) -> RunFacts:
     # Bridge turns it on for both when either says so
     sharded = bool(optimizer["use_distributed_optimizer"] or ddp["use_distributed_optimizer"])
     ddp["use_distributed_optimizer"] = optimizer["use_distributed_optimizer"] = sharded
+    group = torch.distributed
+    there = group.is_available() and group.is_initialized()
+    world = group.get_world_size() if there else int(os.environ.get("WORLD_SIZE", "1"))
     rows = getattr(container.model, "vocab_size", None) or getattr(container.tokenizer, "vocab_size", None) or 1
     return RunFacts(
         shape=model_shape(model, vocab_size=rows, seq_length=getattr(container.model, "seq_length", 1)),
-        parallel=live_parallel(container.model, max(world_size(), int(os.environ.get("WORLD_SIZE", "1")))),
+        parallel=live_parallel(container.model, world),
         engine=engine,
         optimizer=OptimizerFacts(
             name=updater(optimizer["optimizer"], policy, traits(engine)),

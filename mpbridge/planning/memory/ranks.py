@@ -129,7 +129,7 @@ def _misplaced(split: _Split, rows: Sequence[Sequence[str]]) -> Iterator[str]:
     flat, parts = [kind for row in rows for kind in row], split.stages * split.virtual
     ahead = [index for index, row in enumerate(rows) if "mtp" in row]
     if len(rows) != parts:
-        yield f"has {len(rows)} parts, expected {parts}: {split.stages} stages x {split.virtual} virtual (add or drop a |, or set virtual_pipeline_model_parallel_size)"
+        yield f"has {len(rows)} parts, expected {parts}: {split.stages} stages x {split.virtual} virtual (add or drop a |, or other virtual stages)"
     for letter, kind, count in (
         ("E", "embedding", 1),
         ("t", "decoder", split.layers),
