@@ -200,12 +200,22 @@ class Corpus:
             blend=(list(prefixes), relative),
             split=whole if self.held_out else self.split,
             tokenizer=self.tokenizer,
-            path_to_cache=f"{self.cache}/indices",
+            # the library's own key has the path and no content: other text packed to the same prefix would be read by the old text's index
+            path_to_cache=f"{self.cache}/indices/{on_first_rank(lambda: _index_digest(prefixes))}",
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
             create_attention_mask=False,
         )
+
+
+def _index_digest(prefixes: Iterable[str]) -> str:
+    """A digest of the pairs' .idx files: with the settings, all that a sample index is computed from."""
+    found = hashlib.sha256()
+    for prefix in prefixes:
+        with open(f"{prefix}.idx", "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:24]
 
 
 def _tokens(prefix: str) -> float:

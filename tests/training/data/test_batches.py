@@ -22,7 +22,9 @@ def batches(run: Any, split: str, *more: int, **named: int) -> Any:
     return Feed(run).batches(split, *more, **named)
 
 
-def _run(tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, **train: Any) -> Any:
+def _run(
+    tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, cache: str = "cache", **train: Any
+) -> Any:
     """The attributes of a Run that the data room reads."""
     source = tmp_path / "a.txt"
     if not source.exists():
@@ -31,7 +33,7 @@ def _run(tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, **train: 
     data = {"corpus": corpus or str(source), "tokenizer": "byte", "seq_length": SEQ, "split": "90,10"}
     return SimpleNamespace(
         train={**own, "seed": 1, **train},
-        data={**data, "cache_dir": str(tmp_path / "cache")},
+        data={**data, "cache_dir": str(tmp_path / cache)},
         facts=SimpleNamespace(shape=SimpleNamespace(vocab_size=vocab_size, seq_length=SEQ)),
         container=ConfigContainer(),
     )
@@ -120,15 +122,30 @@ def test_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> Non
         next(batches(_run(tmp_path, vocab_size=258), "train"))
 
 
-def test_foreign_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+def _pair(prefix: Path, documents: list[list[int]]) -> str:
+    """A pair that megatron-core itself writes."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix = str(tmp_path / "pair")
-    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
-    for _ in range(20):
-        builder.add_document(np.full(40, 5000, dtype=np.int32), [40])
-    builder.finalize(prefix + ".idx")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for document in documents:
+        builder.add_document(np.array(document, dtype=np.int32), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def test_other_text_packed_to_the_same_prefix_is_read_by_an_index_of_its_own(tmp_path: Path) -> None:
+    def read(cache: str) -> list[torch.Tensor]:
+        return _take(batches(_run(tmp_path, corpus=prefix, cache=cache), "train"), 12)
+
+    prefix = _pair(tmp_path / "pair", [list(range(40))] * 20)
+    read("shared")
+    _pair(tmp_path / "pair", [list(range(100, 100 + 10 * n)) for n in range(1, 12)])
+    assert torch.equal(torch.cat(read("shared")), torch.cat(read("alone")))
+
+
+def test_foreign_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    prefix = _pair(tmp_path / "pair", [[5000] * 40] * 20)
     with pytest.raises(DataError, match="token 5000 in the data"):
         next(batches(_run(tmp_path, corpus=prefix), "train"))
 
@@ -149,7 +166,7 @@ def test_several_prefixes_are_blended_for_as_long_as_the_run_lasts(tmp_path: Pat
 def test_half_an_index_is_named_and_not_used(tmp_path: Path) -> None:
     run = _run(tmp_path)
     next(batches(run, "train"))
-    (index,) = (tmp_path / "cache" / "indices").glob("*shuffle_index.npy")
+    (index,) = (tmp_path / "cache" / "indices").glob("*/*shuffle_index.npy")
     index.write_bytes(index.read_bytes()[:40])
     with pytest.raises(DataError, match="delete that folder"):
         next(batches(run, "train"))
