@@ -59,7 +59,7 @@ FAULTS = [
     pytest.param(["data.corpus=other.jsonl"], "no usable text (1 key missing)", id="another key"),
     pytest.param(["data.corpus=cut"], "it is truncated", id="damaged pair"),
     pytest.param(["data.corpus=odd"], "its last document ends behind sequence 7, and it has 2", id="a pair's documents"),
-    pytest.param(["data.corpus=hollow"], "hollow.bin is empty", id="a pair without tokens"),
+    pytest.param(["data.corpus=hollow"], "hollow.bin has 0 bytes", id="a pair without tokens"),
     pytest.param(["data.corpus=two", "data.seq_length=4"], "leaves nothing for 'valid'", id="nothing left for a part"),
     pytest.param(["data.corpus=[two, other.jsonl]"], "are mixed", id="mixed kinds"),
     pytest.param(["data.valid=nope"], "data.valid=nope: nope: no such file", id="no validation text"),

@@ -26,13 +26,15 @@ from mpbridge.training.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.training.data.sources import find, tokenizer
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+IGNORED = -100
+"""The label of a place that is not learned, as in torch's cross_entropy and transformers' collators."""
 
 
 class Feed:
     """Everything a run reads: opened once, then provides batches of a split from any position.
 
     dataset: a user's own iterable for training, instead of the corpus; its samples are mappings with 'tokens'
-    (one token longer than a sample if 'labels' is omitted). Its length is never used: `train_iters` decides.
+    (one token longer than a sample if 'labels' is omitted); without 'loss_mask', labels of -100 are not learned. Its length is never used: `train_iters` decides.
     """
 
     def __init__(self, run: Run, dataset: Iterable[Mapping[str, torch.Tensor]] | None = None) -> None:
@@ -96,11 +98,11 @@ class Feed:
 
     def _batch(self, samples: list[Mapping[str, torch.Tensor]]) -> Batch:
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
-        largest = int(batch["tokens"].max())
-        if largest >= self.vocab_size:
-            raise DataError(
-                f"token {largest} in the data, but model.vocab_size={self.vocab_size}: it was written with another tokenizer"
-            )
+        for name, found in (("token", batch["tokens"]), ("label", batch["labels"][batch["loss_mask"] > 0])):
+            if (wrong := found[(found < 0) | (found >= self.vocab_size)]).numel():
+                raise DataError(
+                    f"{name} {wrong[0]} in the data, but model.vocab_size={self.vocab_size}: it was written with another tokenizer"
+                )
         return batch
 
 
@@ -127,12 +129,12 @@ def _complete(sample: Mapping[str, torch.Tensor], length: int) -> Mapping[str, t
         raise DataError(
             f"a sample of the training dataset has shape {tuple(tokens.shape)}, expected ({length},) = (data.seq_length,)"
         )
-    mask = sample.get("loss_mask")
-    places = sample.get("position_ids")
+    mask, places = sample.get("loss_mask"), sample.get("position_ids")
+    mask = labels != IGNORED if mask is None else mask
     return {
         "tokens": tokens.long(),
-        "labels": labels.long(),
-        "loss_mask": torch.ones(length) if mask is None else mask.float(),
+        "labels": labels.long().masked_fill(mask == 0, 0),
+        "loss_mask": mask.float(),
         "position_ids": torch.arange(length) if places is None else places.long(),
     }
 

@@ -151,21 +151,23 @@ def pair_index(prefix: str) -> PairIndex:
         raise DataError(
             f"{place} has {size:,} bytes, its header requires {needed:,}: it is truncated; pack the text again"
         )
-    if data % _BYTES[code]:
-        raise DataError(
-            f"{prefix}.bin has {data:,} bytes, not a multiple of the {_BYTES[code]} of a token: it is truncated; pack the text again"
-        )
     with place.open("rb") as stream:
-        stream.seek(needed - 8)
-        end = int.from_bytes(stream.read(8), "little", signed=True)
+
+        def number(end: int, size: int) -> int:
+            stream.seek(end - size)
+            return int.from_bytes(stream.read(size), "little", signed=True)
+
+        length, pointer = number(HEADER.size + 4 * sequences, 4), number(HEADER.size + 12 * sequences, 8)
+        end = number(needed, 8)
     if documents < 1 or end != sequences:
         raise DataError(
             f"{place} is damaged: its last document ends behind sequence {end:,}, and it has {sequences:,}; pack the text again"
         )
-    found = PairIndex(prefix=prefix, sequences=sequences, documents=documents)
-    if not data and found.holds_tokens((0.0, 1.0)):
-        raise DataError(f"{prefix}.bin is empty, its index names tokens: it is truncated; pack the text again")
-    return found
+    if data != (wanted := pointer + length * _BYTES[code] if sequences else 0):
+        raise DataError(
+            f"{prefix}.bin has {data:,} bytes, its index requires {wanted:,}: one of them is truncated or of another text; pack the text again"
+        )
+    return PairIndex(prefix=prefix, sequences=sequences, documents=documents)
 
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24

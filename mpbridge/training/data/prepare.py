@@ -251,10 +251,6 @@ def pair(prefix: str) -> dict[str, Any]:
         tokens = np.memmap(file, dtype=kind, mode="r") if file.stat().st_size else np.empty(0, dtype=kind)
     except Exception as error:
         raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
-    if len(tokens) != lengths.sum():
-        raise DataError(
-            f"{prefix}.bin contains {len(tokens):,} tokens, its index {lengths.sum():,}: one of them is truncated"
-        )
     largest = max((int(tokens[at : at + _STEP].max()) for at in range(0, len(tokens), _STEP)), default=0)
     return {
         "prefix": prefix, "documents": documents, "sequences": len(lengths), "tokens": len(tokens), "dtype": kind.name,

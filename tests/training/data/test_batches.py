@@ -117,6 +117,32 @@ def test_sample_of_another_length_is_named(tmp_path: Path) -> None:
         _take(feed.batches("train"), 1)
 
 
+def test_labels_that_are_not_to_be_learned_are_masked_and_others_outside_the_vocabulary_refused(tmp_path: Path) -> None:
+    def batch(label: int, **mask: torch.Tensor) -> Any:
+        labels = torch.tensor([label] * 8 + [5] * 8)
+        sample = {"tokens": torch.arange(SEQ), "labels": labels, **mask}
+        return next(Feed(_run(tmp_path, eval_interval=None), dataset=[sample] * 4).batches("train"))
+
+    found = batch(-100)  # torch.nn.functional.cross_entropy's ignore_index
+    assert found["loss_mask"].tolist() == [[0.0] * 8 + [1.0] * 8] * 2
+    assert found["labels"].tolist() == [[0] * 8 + [5] * 8] * 2
+    masked = torch.tensor([0.0] * 8 + [0.5] * 8)
+    assert torch.equal(batch(90_000, loss_mask=masked)["loss_mask"][0], masked)
+    for label, mask in ((90_000, {}), (-1, {}), (-100, {"loss_mask": torch.ones(SEQ)})):
+        with pytest.raises(DataError, match=rf"label {label} in the data, but model\.vocab_size=320"):
+            batch(label, **mask)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: data * 2])
+def test_tokens_of_another_length_than_the_index_says_are_refused_before_the_first_step(tmp_path, damage) -> None:
+    prefix = _pair(tmp_path / "pair", [[7] * 40, []] * 20)  # its last sequence is empty
+    assert len(_take(batches(_run(tmp_path, corpus=prefix), "train"), 12)) == 12
+    tokens = Path(f"{prefix}.bin")
+    tokens.write_bytes(damage(tokens.read_bytes()))
+    with pytest.raises(DataError, match=r"pair\.bin has [\d,]+ bytes, its index requires 3,200"):
+        batches(_run(tmp_path, corpus=prefix), "train")
+
+
 def test_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"vocab_size=258 is too small.*259"):
         next(batches(_run(tmp_path, vocab_size=258), "train"))
