@@ -22,9 +22,7 @@ def batches(run: Any, split: str, *more: int, **named: int) -> Any:
     return Feed(run).batches(split, *more, **named)
 
 
-def _run(
-    tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, cache: str = "cache", **train: Any
-) -> Any:
+def _run(tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, cache: str = "cache", **train: Any) -> Any:
     """The attributes of a Run that the data room reads."""
     source = tmp_path / "a.txt"
     if not source.exists():
