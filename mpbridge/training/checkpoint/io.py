@@ -257,8 +257,10 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool, exac
             loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved)
             state.split_remainders(loaded, pairs)
     given = digests(loaded) if exactly else {}
+    own = [dict(group) for group in engine.optimizer.param_groups]
     with extra_state.pickled_here():
         engine.load_state(loaded, optimizer=not weights_only)
+        _keep_settings(engine.optimizer, own, training.scheduler)
         changed = different(given, engine) if exactly else []
     with _together():
         if changed:
@@ -266,6 +268,13 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool, exac
                 f"{contents.folder}: {len(changed)} of {len(given)} tensors are not in the run as they were loaded ({', '.join(changed[:3])}): "
                 "something changes them between the checkpoint and the first step"
             )
+
+
+def _keep_settings(optimizer: Any, own: list[dict[str, Any]], scheduler: Any) -> None:
+    """Puts back what the run set in its parameter groups (`own`): of a saved group, only the count of steps is state, and its rates where the run asked for them."""
+    rates = ("max_lr", "min_lr") if scheduler.use_checkpoint_opt_param_scheduler else ()
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update({name: value for name, value in settings.items() if name not in ("params", "step", *rates)})
 
 
 def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Contents, *, same_layout: bool) -> None:
@@ -285,6 +294,7 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
         # megatron-core adds the saved steps to those taken so far, so a rollback would advance the schedule too far
         training.scheduler.num_steps = 0
         training.scheduler.load_state_dict(schedule)
+        training.scheduler.step(0)  # it sets the weight decay before it reads its ends
     except AssertionError as error:  # only with checkpoint.reset_optimizer: else `continuation.faults` says it first
         raise CheckpointError(
             f"{contents.folder} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or choose one: "

@@ -248,6 +248,38 @@ def test_another_schedule_is_an_error_that_names_the_cure(saved):
     assert go(again(scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True})).losses
 
 
+class Rates(Hook):
+    """Learning rate, weight decay and betas of every step."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def stepping(self, training):
+        group = training.engine.optimizer.param_groups[0]
+        self.seen[training.counters.iteration + 1] = (group["lr"], group["weight_decay"], group.get("betas"))
+
+
+@pytest.mark.parametrize(("engine", "recipe"), [("mcore", "bf16_mixed"), ("fsdp2", "fp32_params_bf16_compute")])
+def test_rates_and_betas_behind_a_resume_are_the_ones_that_were_asked_for(tmp_path, engine, recipe):
+    def seen(load, rate, **scheduler):
+        rates, named = Rates(), {"lr_decay_style": "linear", "lr_decay_iters": 10, "lr_warmup_iters": 0} | scheduler
+        optimizer = {"lr": rate, "min_lr": rate / 2, "weight_decay": rate * 10, "adam_beta2": 0.9 + rate}
+        kept = {"load": str(tmp_path)} if load else {"save": str(tmp_path)}
+        go(
+            run(recipe, iters=4 if load else 2, engine=engine, optimizer=optimizer, scheduler=named, checkpoint=kept),
+            rates,
+        )
+        return rates.seen
+
+    seen(False, 4e-3)
+    for word, rate in (("override", 2e-3), ("use_checkpoint", 4e-3)):
+        found = seen(True, 2e-3, **{f"{word}_opt_param_scheduler": True})
+        # linear from `rate` to its half in 10 steps, of which 2 and 3 are done
+        assert {step: lr for step, (lr, _, _) in found.items()} == pytest.approx({3: 0.9 * rate, 4: 0.85 * rate})
+        assert [decay for _, decay, _ in found.values()] == pytest.approx([rate * 10] * 2)
+        assert {betas for _, _, betas in found.values()} == {(0.9, 0.902)}, "no part of the schedule"
+
+
 def test_another_recipe_needs_a_word_of_consent_before_anything_is_built(saved, monkeypatch):
     monkeypatch.setattr("mpbridge.training.loop.build_engine", lambda run: pytest.fail("it was built"))
     words = r"saved under bf16_mixed and this run has fp16_mixed.* up to \d+ steps are skipped.*checkpoint\.accept=bf16_mixed"
