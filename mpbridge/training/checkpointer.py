@@ -110,7 +110,8 @@ class Checkpointer(Hook):
             if training.stop is not None:
                 training.say("nothing was saved: checkpoint.save is not set")
             return
-        if training.counters.iteration != self.saved_at:
+        # a rollback in the last step moved the place in the data, which the checkpoint does not have
+        if training.counters.iteration != self.saved_at or training.moved:
             self.save(training, background=False)
         if training.stop is not None:
             training.notes["go on with"] = line = resume_line(self.folder)
@@ -143,8 +144,11 @@ class Checkpointer(Hook):
         """Loads the newest complete checkpoint of this run, except the data position; None if there is none."""
         if self.pending is not None:
             self._seal()
-        folder = self.folder
-        entry = on_first_rank(lambda: store.newest_whole(folder)) if folder is not None else None
+        folder, last = self.folder, self.saved_at
+        if folder is None or last is None:
+            return None
+        # later ones are of a branch that this run did not take
+        entry = on_first_rank(lambda: store.newest_whole(folder, until=last))
         if entry is None:
             return None
         kept = {name: getattr(training.counters, name) for name in ("consumed", "tokens", "skipped", "nonfinite")}

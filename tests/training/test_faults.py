@@ -80,6 +80,24 @@ def test_a_nonfinite_step_goes_back_and_on_behind_its_data(tmp_path):
     assert "0 rollbacks left" in back["text"]
 
 
+def test_a_rollback_before_the_first_save_stays_on_its_branch(tmp_path):
+    kept = {"save": str(tmp_path), "save_interval": 2}
+    go(run(checkpoint=kept))  # saves behind steps 2, 4 and 6
+    back = {"load": str(tmp_path / "step_00000002"), "save": str(tmp_path), "save_interval": 4}
+    watch = go(run(iters=4, train={"nonfinite": "rollback 1"}, checkpoint=back), Poison(3))
+    assert list(watch.losses) == [2, 3, 4]
+    elsewhere = {"load": str(tmp_path / "step_00000004"), "save": str(tmp_path / "two"), "save_interval": 4}
+    watch = go(run(train={"nonfinite": "rollback 1"}, checkpoint=elsewhere), Poison(5))
+    assert watch.summary.stopped == "not finite, and there is no checkpoint to roll back to"
+
+
+def test_a_rollback_in_the_step_that_ends_the_run_keeps_the_place_in_the_data(tmp_path):
+    kept = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 2}
+    stops = {"nonfinite": "rollback 1", "exit_interval": 4}
+    assert go(run(train=stops, checkpoint=kept), Poison(4)).summary.consumed_samples == 4 * 4
+    assert go(run(checkpoint=kept)).summary.consumed_samples == 8 * 4
+
+
 def test_no_more_rollbacks_than_allowed(tmp_path):
     kept = {"save": str(tmp_path / "kept"), "save_interval": 2}
     watch = go(run(train={"nonfinite": "rollback 1"}, checkpoint=kept), Poison(4, 5))

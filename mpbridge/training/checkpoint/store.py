@@ -112,7 +112,7 @@ def step_in(manifest: Mapping[str, Any], path: Path) -> int:
 
 def audit_of(path: Path) -> AuditMark:
     """The audit's result on a checkpoint: 'good', 'suspect', or 'unaudited'. Raises CheckpointError."""
-    found = read_manifest(path).get("audit", "unaudited")
+    found = _manifest(path).get("audit", "unaudited")
     if found not in get_args(AuditMark):
         raise CheckpointError(f"{path / MANIFEST} has audit {str(found)[:40]!r}, expected good, suspect or unaudited")
     return found  # type: ignore[no-any-return]
@@ -226,16 +226,18 @@ def check(path: Path, *, sums: bool = True) -> dict[str, Any]:
 def offer_before(path: Path) -> str:
     """A sentence that offers the newest older complete checkpoint."""
     match = _NAME.match(path.name)
-    step = int(match[1]) if match else None
-    for entry in saved(path.parent):
-        if step is not None and entry.step < step:
-            try:
-                files = read_manifest(entry.path)["files"]
-            except CheckpointError:
-                continue
-            if not _has(entry.path, "suspect") and not any(_fault(entry.path, *item) for item in files.items()):
-                return f"The previous one is complete: resume with checkpoint.load={entry.path}"
-    return "There is no earlier complete checkpoint: start over, or restore the file"
+    entry = newest_whole(path.parent, until=int(match[1]) - 1) if match else None
+    if entry is None:
+        return "There is no earlier complete checkpoint: start over, or restore the file"
+    return f"The previous one is complete: resume with checkpoint.load={entry.path}"
+
+
+def _sound(path: Path) -> bool:
+    with contextlib.suppress(CheckpointError):
+        manifest = _manifest(path)
+        faults = (_fault(path, *item) for item in manifest["files"].items())
+        return manifest.get("audit") != "suspect" and not any(faults)
+    return False
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -257,22 +259,26 @@ def _text(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, without checking its files. Raises CheckpointError naming it."""
+    """The manifest of a checkpoint, without checking its files. Raises CheckpointError naming it and the previous checkpoint."""
+    try:
+        return _manifest(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {offer_before(path)}") from error
+
+
+def _manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         data = read_json(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{file} is missing: {path} was not written by mpbridge, or copied incompletely. {offer_before(path)}"
+            f"{file} is missing: {path} was not written by mpbridge, or copied incompletely"
         ) from error
-    except (OSError, CheckpointError) as error:
-        said = str(error) if isinstance(error, CheckpointError) else f"{file} cannot be read ({error})"
-        raise CheckpointError(f"{said}. {offer_before(path)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error})") from error
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema not in (SCHEMA, CONVERTIBLE) or isinstance(schema, bool) or not isinstance(data.get("files"), dict):
-        raise CheckpointError(
-            f"{file}: expected a manifest of schema {SCHEMA} (or {CONVERTIBLE}). {offer_before(path)}"
-        )
+        raise CheckpointError(f"{file}: expected a manifest of schema {SCHEMA} (or {CONVERTIBLE})")
     strange = [name for name in data["files"] if not _plain_name(name)]
     if strange:
         raise CheckpointError(f"{file} lists files outside its folder: {', '.join(strange)}")
@@ -340,11 +346,9 @@ def discard(path: Path) -> None:
             raise CheckpointError(f"{path} is nested too deeply to be removed: remove it by hand") from None
 
 
-def newest_whole(folder: Path) -> Saved | None:
-    """The newest checkpoint in `folder` that passes `check` and is not suspect; None if there is none."""
+def newest_whole(folder: Path, *, until: int = LAST_STEP) -> Saved | None:
+    """The newest checkpoint in `folder`, of step `until` at most, that passes `check` and is not suspect; None if there is none."""
     for entry in saved(folder):
-        with contextlib.suppress(CheckpointError):
-            check(entry.path)
-            if not _has(entry.path, "suspect"):
-                return entry
+        if entry.step <= until and _sound(entry.path):
+            return entry
     return None

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from mpbridge.common.errors import CheckpointError
+from mpbridge.common.files import parsed
 from mpbridge.training.checkpoint import store
 
 
@@ -121,6 +122,16 @@ def test_damage_of_the_only_one_is_said_too(tmp_path):
     truncate(made / "data.distcp")
     with pytest.raises(CheckpointError, match="no earlier complete checkpoint"):
         store.check(made)
+
+
+def test_of_many_that_cannot_be_read_each_is_read_a_few_times_at_most(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(store, "read_json", lambda file: read.append(file) or parsed(b"", str(file)))
+    for step in range(1, 13):
+        (tmp_path / store.name_of(step)).mkdir()
+    with pytest.raises(CheckpointError, match="no earlier complete checkpoint"):
+        store.read_manifest(store.locate(tmp_path))
+    assert len(read) < 3 * 12
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a//b", "a/../b", "..\\x", ""])
