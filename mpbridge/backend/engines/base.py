@@ -7,7 +7,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -190,8 +190,8 @@ class BaseEngine(ABC):
             return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
 
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
-        """Mean loss in nats per token over the micro-batches and the data-parallel group; no weight is updated."""
-        with self._stepping(), torch.no_grad():
+        """Mean loss in nats per token over the micro-batches and the data-parallel group; nothing that training continues from is changed."""
+        with self._stepping(), torch.no_grad(), amaxes_kept(self.model):
             for chunk in self.model:
                 chunk.eval()
             return self._schedule(batches, microbatches, forward_only=True)
@@ -274,6 +274,23 @@ class ShardedEngine(BaseEngine):
             shard_state.load_parameters(self.optimizer, state["model"])
             if optimizer:
                 shard_state.load_optimizer(self.optimizer, state["optimizer"])
+
+
+@contextmanager
+def amaxes_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Restores the running row of Transformer Engine's amax histories, to which delayed scaling's quantizers add in any forward pass; without gradients no scale
+    is computed from it, but the next training step's would be (`DelayedScalingRecipeState.make_quantizers` and `autocast_exit`, quantization.py, 2.11 to 2.20)."""
+    modules: list[Any] = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "fp8_meta")]
+
+    def rows() -> Iterator[tuple[Any, torch.Tensor]]:
+        for module in modules:
+            if hasattr(table := module.fp8_meta.get("scaling_fwd"), "amax_history"):
+                yield module, table.amax_history[0]
+
+    before = {module: row.clone() for module, row in rows()}
+    yield
+    for module, row in rows():
+        row.copy_(before[module]) if module in before else row.zero_()
 
 
 def forget_amaxes() -> None:

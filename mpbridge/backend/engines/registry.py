@@ -91,9 +91,12 @@ class EmulatedEngine:
         return cast("StepResult", self.engine.train_step(batches, microbatches=microbatches))
 
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
-        """The engine's evaluation, quantized as training is."""
+        """The engine's evaluation, quantized as training is; the scales and histories of training stay as they are."""
+        before = self.emulation.state()
         self.emulation.eval_begin()
-        return float(self.engine.evaluate(batches, microbatches=microbatches))
+        loss = float(self.engine.evaluate(batches, microbatches=microbatches))
+        self.emulation.load_state(before)
+        return loss
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
         """The engine's state, plus 'emulation'."""

@@ -136,6 +136,8 @@ class TorchaoLinears(Pausable):
         """Empty: scales come from the tensors themselves."""
         return {}
 
+    state = sharded_state
+
     def load_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
         """Nothing."""
 

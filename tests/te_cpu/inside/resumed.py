@@ -51,6 +51,13 @@ def test_a_run_that_stops_goes_on_to_the_bit(recipe, tmp_path) -> None:
         assert any(state["amax_history_fwd"].any() for state in states)
 
 
+@pytest.mark.parametrize("recipe", EACH)
+def test_an_evaluation_changes_nothing_of_the_steps_behind_it(recipe, tmp_path) -> None:
+    steps = ("train.exit_interval=null", "train.train_iters=4")
+    often = losses(tmp_path / "often", recipe, *steps, "train.eval_interval=1", "train.eval_iters=1")
+    assert often == losses(tmp_path / "never", recipe, *steps)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_goes_on_in_the_other_realization_and_back(recipe, tmp_path) -> None:

@@ -80,6 +80,18 @@ def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
     assert len(set(whole.losses.values())) == 6
 
 
+class Evaluates(Hook):
+    """Measures a loss behind every step."""
+
+    def stepped(self, training, result):
+        training.engine.evaluate(training.feed.batches("train", 100), microbatches=1)
+
+
+def test_an_evaluation_changes_nothing_of_the_steps_behind_it(tmp_path):
+    # so that a run that resumes from a checkpoint saved before it goes on to the bit
+    assert go(run(DELAYED, emulate=True), Evaluates()).losses == go(run(DELAYED, emulate=True)).losses
+
+
 def values(training):
     """'role name' -> FP32 values of main weights (the parameters themselves where there are none) and moments."""
     from mpbridge.backend.engines.optimizers import join
