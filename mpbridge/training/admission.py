@@ -106,14 +106,14 @@ def resume_point(section: Mapping[str, Any]) -> Path | None:
     """The checkpoint that a checkpoint section resumes from; None: none.
 
     checkpoint.load may name the folder that the run saves to before there is anything in it, so one command starts a run and resumes it.
-    Raises CheckpointError if it names a missing checkpoint.
+    Raises CheckpointError if it names a missing checkpoint, or a folder whose newest is a link.
     """
     load, save = section.get("load"), section.get("save")
     if not load:
         return None
     from mpbridge.training.checkpoint import store
 
-    if save and _same(load, save) and not store.saved(Path(save)):
+    if save and _same(load, save) and not store.offered(Path(save)):
         return None
     return store.locate(Path(load))
 
@@ -128,7 +128,7 @@ def beginning(section: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
         return place, None
     from mpbridge.training.checkpoint import store
 
-    if save and (place is None or not _same(place.parent, save)) and (there := store.saved(Path(save))):
+    if save and (place is None or not _same(place.parent, save)) and (there := store.offered(Path(save))):
         raise CheckpointError(
             f"{save} already has a run (its newest checkpoint is {there[0].path.name}): resume it (checkpoint.load={save}), "
             "or choose another checkpoint.save"

@@ -57,7 +57,8 @@ class Checkpointer(Hook):
         self._begun = True
         if (folder := self.folder) is not None:
             on_first_rank(lambda: self._take(folder))
-        place, weights = beginning(training.run.checkpoint)
+        # one rank decides for all: on a node that does not see the folder a rank would begin anew, and wait for the others
+        place, weights = on_first_rank(lambda: beginning(training.run.checkpoint))
         own = place is not None and folder is not None and place.parent.resolve() == folder.resolve()
         if weights is not None:
             answer = checkpoint.load(training, weights, weights_alone=True)
@@ -114,7 +115,7 @@ class Checkpointer(Hook):
         if training.counters.iteration != self.saved_at or training.moved:
             self.save(training, background=False)
         if training.stop is not None:
-            training.notes["go on with"] = line = resume_line(self.folder)
+            training.notes["go on with"] = line = resume_line(self.folder, reset=self.reset)
             training.say(f"stopped after step {training.counters.iteration} ({training.stop}); to resume: {line}")
 
     def closed(self) -> None:
@@ -207,10 +208,10 @@ class Nonfinite(Hook):
         record(training, "rollback", f"{text}: rolled back to {place.name}, {left}", **facts)
 
 
-def resume_line(folder: Path) -> str:
-    """The command that resumes from the newest checkpoint in `folder`."""
-    setting = f"checkpoint.load={folder}"
+def resume_line(folder: Path, *, reset: bool = False) -> str:
+    """The command that resumes from the newest checkpoint in `folder`. reset: the run's checkpoint.reset_optimizer, wherever it was set."""
     # only for the first start: repeated, it would drop the optimizer's states again
+    settings = [f"checkpoint.load={folder}", *(["checkpoint.reset_optimizer=false"] if reset else [])]
     once = ("checkpoint.load=", "checkpoint.reset_optimizer=", "--reset-optimizer")
     program, *rest = sys.argv
     single = not dist.is_initialized() or dist.get_world_size() == 1
@@ -220,8 +221,8 @@ def resume_line(folder: Path) -> str:
         words = [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]]
     else:
         without = ", without --reset-optimizer" if any(word.startswith(once[1:]) for word in rest) else ""
-        return f"the same command with {shlex.quote(setting)}{without}"
-    return shlex.join([*(word for word in words if not word.startswith(once)), setting])
+        return f"the same command with {shlex.join(settings)}{without}"
+    return shlex.join([*(word for word in words if not word.startswith(once)), *settings])
 
 
 def spans_of(run: Run) -> tuple[Span[Any], ...]:

@@ -75,7 +75,7 @@ def _pretrain(
         stack.enter_context(explained())
         for message in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
             tell(out, message)
-        for stage in run.stages or (run,):
+        for stage in (run, *run.stages):  # `run` is at the stage that this rank found in the checkpoint
             agree(stage.policy)
         feed = Feed(run, dataset)
         for done in feed.corpus.prepared if feed.corpus is not None else ():

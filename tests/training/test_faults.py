@@ -142,6 +142,14 @@ def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path, numbe
         assert go(run(checkpoint=kept, iters=4)).losses.keys() == {3, 4}
 
 
+def test_the_line_that_resumes_drops_no_states_again(tmp_path):
+    go(run(iters=2, checkpoint={"save": str(tmp_path / "old")}))
+    kept = {"save": str(tmp_path / "kept"), "load": str(tmp_path / "old"), "reset_optimizer": True}
+    watch = go(run(iters=4, train={"exit_interval": 3}, checkpoint=kept))
+    words = watch.summary.notes["go on with"].split()
+    assert words[-2:] == [f"checkpoint.load={tmp_path / 'kept'}", "checkpoint.reset_optimizer=false"]
+
+
 class Slow(Hook):
     """Tells each step, and takes its time."""
 

@@ -60,6 +60,26 @@ def test_a_signal_to_one_rank_stops_both_behind_the_same_step(tmp_path):
     assert [saved.step for saved in store.saved(tmp_path)] == [3]
 
 
+def alone(folder, stages):
+    """What each rank does where the second of them sees no checkpoint in the folder, as on a node without that file system."""
+    if os.environ["RANK"] == "1":
+        store.saved = lambda folder: []
+    made = run(stages or "fp32", world=2, checkpoint={"save": folder, "load": folder}, train={"timeout_minutes": 1})
+    try:
+        print("from", pretrain(made, dataset=Text(), quiet=True).notes["resumed from"], flush=True)
+    except MpbridgeError as error:
+        print(type(error).__name__, error, flush=True)
+
+
+def test_a_rank_that_sees_no_checkpoint_does_not_begin_anew(tmp_path):
+    stages = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
+    go(run("fp32", iters=3, train={"global_batch_size": 4}, checkpoint={"save": str(tmp_path)}))
+    for given, word in ((None, f"from {tmp_path}"), (stages, "AuditFailed ranks disagree on the precision policy")):
+        with ranks(2, alone, str(tmp_path), given) as both:
+            assert codes(both) == [0, 0], said(both)
+            assert all(one.text.startswith(word) for one in both), said(both)
+
+
 def test_the_same_run_twice_has_the_same_losses_to_the_bit():
     first, second, other = (go(run(iters=4, train={"deterministic": True} | seed)) for seed in ({}, {}, {"seed": 5}))
     assert first.losses == second.losses

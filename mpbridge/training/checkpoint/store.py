@@ -63,11 +63,23 @@ def saved(folder: Path) -> list[Saved]:
     return sorted((Saved(step=int(match[1]), path=entry) for entry, match in found if match), key=lambda s: -s.step)
 
 
+def offered(folder: Path) -> list[Saved]:
+    """As `saved`, for choosing where to resume. Raises CheckpointError if the newest is a link: not followed, it would silently be an older one, or none."""
+    found = saved(folder)
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.match(entry.name)
+        if match and entry.is_symlink() and not any(one.step > int(match[1]) for one in found):
+            raise CheckpointError(
+                f"{entry} is a symbolic link, and links among checkpoints are not followed: move the checkpoint there, or name it (checkpoint.load={entry})"
+            )
+    return found
+
+
 def locate(where: Path) -> Path:
     """The checkpoint that `where` refers to: itself, or the newest inside it that is not suspect. Raises CheckpointError."""
     if os.path.lexists(where / MANIFEST) or _NAME.match(where.name) or os.path.lexists(where / METADATA):
         return where
-    inside = saved(where)
+    inside = offered(where)
     for entry in inside:
         if not _has(entry.path, "suspect"):
             return entry.path

@@ -12,6 +12,7 @@ import pytest
 
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import parsed
+from mpbridge.training.admission import beginning
 from mpbridge.training.checkpoint import store
 
 
@@ -122,6 +123,23 @@ def test_damage_of_the_only_one_is_said_too(tmp_path):
     truncate(made / "data.distcp")
     with pytest.raises(CheckpointError, match="no earlier complete checkpoint"):
         store.check(made)
+
+
+def test_a_newest_one_that_is_a_link_is_named_and_not_passed_over(tmp_path):
+    outside, here = make(tmp_path / "elsewhere", 5), tmp_path / "here"
+    for step in (None, 3):
+        if step is not None:
+            make(here, step)
+        here.mkdir(exist_ok=True)
+        link = here / outside.name
+        link.symlink_to(outside, target_is_directory=True)
+        for section in ({"load": str(here)}, {"save": str(here), "load": str(here)}, {"save": str(here)}):
+            with pytest.raises(CheckpointError, match=rf"{link} is a symbolic link.* \(checkpoint\.load={link}\)"):
+                beginning(section)
+        assert beginning({"save": str(here), "load": str(link)}) == (link, None)
+        link.unlink()
+    (here / "step_00000001").symlink_to(outside, target_is_directory=True)
+    assert store.locate(here) == here / "step_00000003"
 
 
 def test_of_many_that_cannot_be_read_each_is_read_a_few_times_at_most(tmp_path, monkeypatch):
