@@ -14,6 +14,7 @@ from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import Run
 from mpbridge.training.checkpoint import continuation
+from mpbridge.training.checkpoint.format import STATE
 from mpbridge.training.checkpoint.store import check, locate, step_of
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
 
@@ -30,8 +31,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the verdict. Returns 0 if the run resumes, 1 if it does not, needs a word of consent, or loads only weights and that was not requested."""
     folder = locate(args.checkpoint)
     step = step_of(folder)
-    check(folder, sums=False)
+    manifest = check(folder, sums=False)
     saved = read_fingerprint(folder)
+    if STATE in manifest["files"]:
+        continuation.saved_schedule(folder)  # a damaged one is said here, not when the job starts
     made = _run(args, folder, saved)
     wanted = wanted_fingerprint(saved, args.recipe, args.engine) if made is None else continuation.of_run(made)
     found = verdict(saved, wanted)

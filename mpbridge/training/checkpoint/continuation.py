@@ -3,6 +3,7 @@ checkpoint that holds nothing else or that another program wrote. Loads no frame
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +26,12 @@ _SCHEDULE: Mapping[str, tuple[str, bool]] = {
     "lr_decay_steps": ("scheduler.lr_decay_iters", True), "lr_decay_style": ("scheduler.lr_decay_style", False),
     "start_wd": ("scheduler.start_weight_decay", False), "end_wd": ("scheduler.end_weight_decay", False),
     "wd_incr_style": ("scheduler.weight_decay_incr_style", False), "wd_incr_steps": ("train.train_iters", True),
+    "init_lr": ("scheduler.lr_warmup_init", False), "wsd_decay_steps": ("scheduler.lr_wsd_decay_iters", True),
+    "lr_wsd_decay_style": ("scheduler.lr_wsd_decay_style", False),
 }  # fmt: skip
-"""What megatron-core compares -> (the setting, whether it is counted in samples)."""
+"""What a schedule computes with -> (the setting, whether it is counted in samples)."""
+UNSAVED = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+"""Those that megatron-core neither saves nor compares."""
 
 
 def read_state(folder: Path) -> Mapping[str, Any]:
@@ -43,7 +48,9 @@ def _map(data: Any) -> Mapping[str, Any]:
 
 def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
     """The fingerprint of a resolved run."""
-    return fingerprint(run.recipe, run.policy, run.facts, run.inputs["optimizer"], stored)
+    made = fingerprint(run.recipe, run.policy, run.facts, run.inputs["optimizer"], stored)
+    batch = {"global_batch_size": run.train["global_batch_size"]}
+    return dataclasses.replace(made, optimizer_section={**made.optimizer_section, **batch})
 
 
 def faults(run: Run, place: Path) -> list[str]:
@@ -90,18 +97,31 @@ def _canonical(name: str) -> str:
         return ""
 
 
+def saved_schedule(place: Path) -> Mapping[str, Any]:
+    """The schedule in a checkpoint; empty where it has none. Raises CheckpointError naming the file."""
+    run = read_state(place).get("run", {})
+    found = run.get("scheduler", {}) if isinstance(run, Mapping) else None
+    if not isinstance(found, Mapping) or not all(
+        isinstance(one, (str, int, float, type(None))) for one in found.values()
+    ):
+        raise CheckpointError(
+            f"{place / STATE}: run.scheduler is no table of names and numbers: it was damaged or changed"
+        )
+    return found
+
+
 def schedule(run: Run, place: Path) -> str:
     """How the run's learning-rate schedule differs from the checkpoint's, with the line that keeps it; '' if it does not, or one was chosen."""
     section = run.scheduler
     if section.get("override_opt_param_scheduler") or section.get("use_checkpoint_opt_param_scheduler"):
         return ""
-    saved = (read_state(place).get("run") or {}).get("scheduler")
+    saved = saved_schedule(place)
     own, batch = scheduler_arguments(run), int(run.train["global_batch_size"])
-    if not isinstance(saved, Mapping):
-        return ""  # loading says so
-    names = [name for name in _SCHEDULE if name in saved]
-    constant = saved.get("wd_incr_style") == own["wd_incr_style"] == "constant"
-    changed = [name for name in names if saved[name] != own[name] and not (constant and name == "wd_incr_steps")]
+    idle = {"wd_incr_steps"} if saved.get("wd_incr_style") == own["wd_incr_style"] == "constant" else set()
+    idle |= set() if saved.get("lr_decay_style") == own["lr_decay_style"] == "WSD" else {*UNSAVED[1:]}
+    idle |= set() if saved.get("lr_warmup_steps") else {"init_lr"}
+    names = [name for name in _SCHEDULE if name in saved and name not in idle]
+    changed = [name for name in names if saved[name] != own[name]]
     if not changed or not all(_plausible(saved[name], own[name]) for name in names):
         return ""
     said, kept = [], []

@@ -20,7 +20,7 @@ from mpbridge.common.tables import size
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.settings.container import Run
 from mpbridge.training.checkpoint import extra_state, state, store
-from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone
+from mpbridge.training.checkpoint.continuation import UNSAVED, consent, of_run, taken_alone, why_alone
 from mpbridge.training.checkpoint.format import INDEX, STATE, encoded
 from mpbridge.training.checkpoint.reader import Contents, converted, different, digests, mean_second, needs_converting
 from mpbridge.training.checkpoint.state import random_entry, random_states, set_random_states
@@ -90,7 +90,8 @@ def gather(training: Training) -> dict[str, Any]:
     state.join_remainders(contents, training.engine.optimizer)
     counters = training.counters
     data = {"consumed": counters.consumed, "mark": training.feed.mark(counters.consumed)}
-    kept = {"counters": dataclasses.asdict(counters), "scheduler": training.scheduler.state_dict(), "data": data}
+    plan = training.scheduler.state_dict() | {name: getattr(training.scheduler, name) for name in UNSAVED}
+    kept = {"counters": dataclasses.asdict(counters), "scheduler": plan, "data": data}
     contents["run"] = kept | {"second_moment": mean_second(training.engine)}
     return contents | {"rng": random_entry(random_states())}
 
@@ -283,7 +284,8 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
     schedule, file = dict(plain["scheduler"]), contents.folder / STATE
     state.check_numbers(schedule, str(file))
     own = training.scheduler.state_dict()
-    if strange := [name for name in own if isinstance(schedule.get(name), str) != isinstance(own[name], str)]:
+    kinds = {name: str if isinstance(value, str) else (int, float) for name, value in own.items()}
+    if strange := [name for name, kind in kinds.items() if not isinstance(schedule.get(name), kind)]:
         raise CheckpointError(
             f"{file}: scheduler.{strange[0]}={schedule.get(strange[0])!r}, expected the type of {own[strange[0]]!r}"
         )
@@ -294,6 +296,9 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
         # megatron-core adds the saved steps to those taken so far, so a rollback would advance the schedule too far
         training.scheduler.num_steps = 0
         training.scheduler.load_state_dict(schedule)
+        if training.scheduler.use_checkpoint_opt_param_scheduler:
+            for name in UNSAVED:
+                setattr(training.scheduler, name, schedule.get(name, getattr(training.scheduler, name)))
         training.scheduler.step(0)  # it sets the weight decay before it reads its ends
     except AssertionError as error:  # only with checkpoint.reset_optimizer: else `continuation.faults` says it first
         raise CheckpointError(

@@ -39,8 +39,10 @@ _KEEPS: Mapping[DType, frozenset[DType]] = {
 _STATES = ("optimizer states and their step count",)
 _TABLES = ("parallel", "shape", "versions", "optimizer_section", "function", "stored")
 """Fields of a fingerprint that are mappings."""
+_UPDATES = ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "decoupled_lr", "decoupled_min_lr")
+"""Settings of the optimizer section, read by several optimizers, that change what an update is and that no schedule has."""
 _FUNCTION = (
-    "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "activation_func", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "hidden_dropout", "attention_dropout", "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "activation_func", "rotary_base", "rotary_percent", "rotary_interleaved",
     "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "position_embedding_type", *YARN, "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function", "lora_alpha",
 )  # fmt: skip
 """Settings of the model that change what it computes from the same tensors."""
@@ -63,7 +65,7 @@ class Fingerprint:
     shape: Mapping[str, Any]
     versions: Mapping[str, Any]
     optimizer_section: Mapping[str, Any]
-    """The optimizer section's settings for states, to resolve another recipe as this run would have, and those that its optimizer alone reads."""
+    """The optimizer section's settings for states, to resolve another recipe as this run would have, and what else decides an update, the global batch included."""
     random: bool
     """Whether dropout is on or rounding is stochastic, so that the random states matter for resuming."""
     function: Mapping[str, Any] = field(default_factory=dict)
@@ -160,6 +162,7 @@ def fingerprint(
     """The fingerprint of a run. optimizer: the optimizer's section as its author wrote it; stored: role -> dtype of the checkpoint's tensors."""
     settled = policy.settled(optimizer)
     dropout = any(float(facts.model.get(name, 0.1) or 0.0) > 0 for name in ("hidden_dropout", "attention_dropout"))
+    settings = facts.optimizer.settings
     section = {name: plain(optimizer[name]) for name in _OPTIMIZER_FIELDS if optimizer.get(name) is not None}
     return Fingerprint(
         recipe=recipe,
@@ -171,7 +174,8 @@ def fingerprint(
         parallel=dataclasses.asdict(facts.parallel),
         shape=plain(dataclasses.asdict(facts.shape)),
         versions=dataclasses.asdict(facts.versions),
-        optimizer_section=section | plain(facts.optimizer.own),
+        optimizer_section=section
+        | plain({name: settings[name] for name in _UPDATES if name in settings} | facts.optimizer.own),
         random=dropout or _stochastic(settled),
         function={name: _plain_or_text(facts.model[name]) for name in _FUNCTION if name in facts.model},
         stored=dict(stored or {}),

@@ -342,6 +342,7 @@ def test_a_step_that_no_run_takes_is_named(place, step):
     [
         pytest.param(("scheduler", "max_lr"), -1.0, id="rate below zero"),
         pytest.param(("scheduler", "max_lr"), "high", id="rate in words"),
+        pytest.param(("scheduler", "lr_decay_steps"), torch.zeros(2), id="steps in a tensor"),
         pytest.param(("scheduler", "lr_warmup_steps"), float("nan"), id="nan"),
         pytest.param(("optimizer", "optimizer", "param_groups", 0, "lr"), float("inf"), id="group's rate"),
         pytest.param(("optimizer", "optimizer", "param_groups", 0, "step"), -3, id="group's step"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mpbridge.cli import resume_check
 from mpbridge.cli.main import parser_of
@@ -20,6 +21,7 @@ from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.continuation import of_run
 from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, fingerprint, learned, read_fingerprint, verdict
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "resume_verdicts.txt"
@@ -158,7 +160,7 @@ def checkpoint(tmp_path):
     partial = store.begin(tmp_path, 12)
     (partial / FILE).write_text(json.dumps(made("bf16_with_fp8_delayed_scaling_mixed").as_data()))
     for name in ("index.json", "state.json", "__0_0.distcp"):
-        (partial / name).write_text("{}")
+        (partial / name).write_text('{"map": []}')
     return store.seal(partial, 12)
 
 
@@ -268,10 +270,10 @@ def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
     batch = int(run.train["global_batch_size"])
     own = {
         "max_lr": 0.002, "min_lr": 0.0002, "lr_warmup_steps": 20 * batch, "lr_decay_steps": 21 * batch,
-        "lr_decay_style": "cosine",
+        "lr_decay_style": "cosine", "init_lr": 0.0, "wsd_decay_steps": None, "lr_wsd_decay_style": "exponential",
     }  # fmt: skip
     (partial / "config.yaml").write_text(run.container.to_yaml())
-    (partial / FILE).write_text(json.dumps(fingerprint(run.recipe, run.policy, run.facts, {}).as_data()))
+    (partial / FILE).write_text(json.dumps(of_run(run).as_data()))
     (partial / "state.json").write_text(json.dumps(encoded({"run": {"scheduler": own}})))
     for name in ("index.json", "__0_0.distcp"):
         (partial / name).write_text("{}")
@@ -280,13 +282,36 @@ def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
         "train.train_iters=14": None, "train.train_iters=100": "scheduler.lr_decay_iters=21;", "scheduler.lr_decay_iters=21 train.train_iters=100": None,
         "train.train_iters=100 scheduler.override_opt_param_scheduler=true": None, "optimizer.lr=1e-3": "optimizer.lr=0.002;",
         "mixed_precision=fp32": "checkpoint.accept=bf16_mixed", "mixed_precision=fp32 checkpoint.accept=bf16": None,
+        "scheduler.lr_warmup_init=1e-4": "scheduler.lr_warmup_init=0.0;", "scheduler.lr_wsd_decay_iters=6": None,
     }  # fmt: skip
     for settings, needs in cases.items():
         assert main(["resume-check", str(folder), *settings.split(), "--json"]) == (0 if needs is None else 1), settings
         found = json.loads(capsys.readouterr().out)["needs"]
         assert [needs in text for text in found] == ([] if needs is None else [True]), found
+    others = {
+        "optimizer.adam_beta2": (0.95, 0.5),
+        "optimizer.clip_grad": (1.0, 0.5),
+        "model.hidden_dropout": (0.0, 0.5),
+    }
+    for setting, (had, gets) in others.items():
+        assert main(["resume-check", str(folder), "train.train_iters=14", f"{setting}={gets}"]) == 0
+        assert f"{setting.partition('.')[2]} {had} -> {gets}" in capsys.readouterr().out
+    assert main(["resume-check", str(folder), "train.train_iters=14", "train.global_batch_size=2"]) == 1
+    assert f"global_batch_size {batch} -> 2" in capsys.readouterr().out
     assert main(["resume-check", str(folder), "--config", "gpt_tiny"]) == 1  # another model
     assert "num_layers is 1 in the checkpoint and 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("odd", [[1], "x", {"scheduler": []}, {"scheduler": {"lr_decay_steps": torch.zeros(2)}}])
+def test_a_schedule_that_is_none_is_named(checkpoint, odd):
+    from mpbridge.training.checkpoint.format import encoded
+
+    (checkpoint / "state.json").write_text(json.dumps(encoded({"run": odd})))
+    files = ("index.json", "state.json", "__0_0.distcp", FILE)
+    sums = {name: store._facts(checkpoint / name) for name in files}
+    store.write_whole(checkpoint / store.MANIFEST, json.dumps({"schema": store.SCHEMA, "step": 12, "files": sums}))
+    with pytest.raises(CheckpointError, match=r"state\.json: run\.scheduler"):
+        resume_check.run(parser_of("resume-check").parse_args([str(checkpoint)]))
 
 
 def test_states_of_other_parameters_are_not_taken_up() -> None:
