@@ -257,11 +257,12 @@ _BOUNDS: dict[Range, dict[str, str]] = {
         "model": "layernorm_epsilon init_method_std embedding_init_method_std rotary_scaling_factor rotary_base "
         "yarn_beta_fast yarn_beta_slow",
         "optimizer": "adam_eps",
+        "train": "timeout_minutes",
     },
     FRACTION: {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2 sgd_momentum"},
     COUNT: {
         "model": "mtp_num_layers moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps yarn_mscale yarn_mscale_all_dim",
-        "train": "train_iters eval_iters seed timeout_minutes",
+        "train": "train_iters eval_iters seed",
         "scheduler": "lr_warmup_iters start_weight_decay end_weight_decay",
         "audit": "every",
         "logger": "precision_every",

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ class Admission:
         if evaluates or not self.own_data:
             lacking += corpus_faults(data, evaluates=evaluates)
         lacking += [*_places(sections), *_beginning(sections["checkpoint"])]
+        self.notes += _idle(sections)
         trackers = names_of(sections["logger"])
         if trackers and not sections["logger"]["log_dir"]:
             self.notes.append(f"logger.trackers={', '.join(trackers)}: nothing is written without logger.log_dir")
@@ -72,6 +73,18 @@ class Admission:
             return wrong + lacking
         self.notes += [f"on this machine: {fault}" for fault in lacking]
         return wrong
+
+
+def _idle(sections: Sections) -> Iterator[str]:
+    """Settings without effect."""
+    section, nonfinite = sections["checkpoint"], str(sections["train"]["nonfinite"])
+    if not section["save"]:
+        names = [name for name in ("save_interval", "keep_last", "keep_every", "async_save") if section[name]]
+        yield from (f"checkpoint.{name}: nothing is saved without checkpoint.save" for name in names)
+    elif nonfinite.startswith("rollback") and not section["save_interval"]:
+        yield f"train.nonfinite={nonfinite}: nothing is saved to go back to without checkpoint.save_interval"
+    if section["accept"] and not section["load"]:
+        yield f"checkpoint.accept={section['accept']}: nothing is resumed without checkpoint.load"
 
 
 def _packages(sections: Sections) -> list[str]:

@@ -216,6 +216,8 @@ class Training:
     """Numbers of this step for the trackers, from hooks that measured it; cleared after each step."""
     audit: store.AuditMark = "unaudited"
     """The audit's result on the current state; written into each checkpoint. Automatic resuming skips suspect ones."""
+    doubted: int | None = None
+    """Since the last checkpoint was begun: the step after which what was called good is suspect."""
     trouble: str | None = None
     """Set it on a rank that cannot write its files: all ranks stop after the current step, with a checkpoint."""
     failure: MpbridgeError | None = None
@@ -233,6 +235,7 @@ class Training:
 
     def doubt(self, *, after: int) -> None:
         """Marks checkpoints after step `after` as suspect: the audit that called them good could not see a fault found since."""
+        self.doubted = after if self.doubted is None else min(after, self.doubted)
         if (folder := self.run.checkpoint.get("save")) and rank() == 0:
             store.doubt(Path(folder), after=after)
 

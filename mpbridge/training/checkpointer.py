@@ -141,24 +141,25 @@ class Checkpointer(Hook):
         if not background:
             self._seal()
 
-    def rewind(self, training: Training) -> Path | None:
-        """Loads the newest complete checkpoint of this run, except the data position; None if there is none."""
+    def rewind(self, training: Training) -> str:
+        """Loads the newest complete checkpoint of this run, except the data position; its name, with what is lost; '' if there is none."""
         if self.pending is not None:
             self._seal()
         folder, last = self.folder, self.saved_at
         if folder is None or last is None:
-            return None
+            return ""
         # later ones are of a branch that this run did not take
         entry = on_first_rank(lambda: store.newest_whole(folder, until=last))
         if entry is None:
-            return None
+            return ""
         kept = {name: getattr(training.counters, name) for name in ("consumed", "tokens", "skipped", "nonfinite")}
-        self._moment = checkpoint.load(training, entry.path).second_moment
+        answer = checkpoint.load(training, entry.path)
+        self._moment = answer.second_moment
         for name, value in kept.items():
             setattr(training.counters, name, value)
         training.moved = True
         self.saved_at = training.counters.iteration
-        return entry.path
+        return entry.path.name + _lost(answer)
 
     def _seal(self) -> None:
         assert self.pending is not None
@@ -197,15 +198,15 @@ class Nonfinite(Hook):
             self._back(training, text, facts)
 
     def _back(self, training: Training, text: str, facts: dict[str, Any]) -> None:
-        place = self.checkpointer.rewind(training) if self.left else None
-        if place is None:
+        place = self.checkpointer.rewind(training) if self.left else ""
+        if not place:
             why = "no rollback is left" if not self.left else "there is no checkpoint to roll back to"
             training.stop = f"not finite, and {why}"
             record(training, "nonfinite", f"{text}: the run stops, {why}", **facts)
             return
         self.left -= 1
         left = f"continuing after the samples already read; {self.left} rollbacks left"
-        record(training, "rollback", f"{text}: rolled back to {place.name}, {left}", **facts)
+        record(training, "rollback", f"{text}: rolled back to {place}, {left}", **facts)
 
 
 def resume_line(folder: Path, *, reset: bool = False) -> str:
@@ -242,7 +243,18 @@ def stage_run(run: Run, index: int) -> Run:
     )
     container.engine = run.facts.engine
     made = container.resolved(run.facts.parallel.world_size, run.facts.machine, run.facts.versions)
-    return dataclasses.replace(made, container=run.container, stages=run.stages)
+    return dataclasses.replace(
+        made, container=run.container, stages=run.stages, checkpoint=run.checkpoint, logger=run.logger
+    )
+
+
+def anchored(run: Run) -> Run:
+    """`run` with the folders that it writes to as absolute paths: code of the user's that changes the working directory does not move them."""
+    save, log = run.checkpoint.get("save"), run.logger.get("log_dir")
+    checkpoint = run.checkpoint | ({"save": os.path.abspath(save)} if save else {})
+    return dataclasses.replace(
+        run, checkpoint=checkpoint, logger=run.logger | ({"log_dir": os.path.abspath(log)} if log else {})
+    )
 
 
 def at_stage(run: Run) -> Run:
@@ -250,7 +262,9 @@ def at_stage(run: Run) -> Run:
     if len(run.stages) < 2:
         return run
     place = resume_point(run.checkpoint)
-    done = store.step_of(place) if place is not None else 0
+    # another program's weights start at step 0
+    own = place is not None and not reader.is_foreign(place) and not store.read_manifest(place).get("foreign")
+    done = store.step_of(place) if place is not None and own else 0
     found = spans_of(run)
     index = next((span.index for span in found if span.holds(done)), found[-1].index)
     return stage_run(run, index)
@@ -273,7 +287,7 @@ def check_stages(run: Run) -> list[str]:
         lines.append(f"stage {span.index + 1}: {made.recipe}, steps {span.start + 1} to {span.stop}")
     for index, (before, after) in enumerate(itertools.pairwise(runs), start=1):
         answer = verdict(of_run(before), of_run(after))
-        lines.append(f"  then {before.recipe} -> {after.recipe}: {_short(answer)}")
+        lines.append(f"  then {before.recipe} -> {after.recipe}: {answer.kind}{_lost(answer)}")
         if not answer.goes_on:
             faults.append(
                 f"from stage {index} to {index + 1} ({before.recipe} -> {after.recipe}): {'; '.join(answer.why)}"
@@ -283,8 +297,8 @@ def check_stages(run: Run) -> list[str]:
     return lines
 
 
-def _short(answer: Verdict) -> str:
-    return answer.kind + (f" (lost: {'; '.join(answer.lost)})" if answer.lost else "")
+def _lost(answer: Verdict) -> str:
+    return f" (lost: {'; '.join(answer.lost)})" if answer.lost else ""
 
 
 class Stages(Hook):
@@ -323,6 +337,6 @@ def switch(training: Training) -> None:
     finally:
         on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
     done, old, new = training.counters.iteration, before.recipe, after.recipe
-    text = f"step {done}: {old} -> {new}: {_short(answer)}"
+    text = f"step {done}: {old} -> {new}: {answer.kind}{_lost(answer)}"
     record(training, "recipe", text, before=old, after=new, verdict=answer.kind, lost=list(answer.lost))
     training.notes[f"recipe from step {done + 1}"] = new

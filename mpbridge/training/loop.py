@@ -33,7 +33,7 @@ from mpbridge.settings.training import microbatches, train_iters
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.training.admission import preflight, require_admission, settings_of, write_precision
 from mpbridge.training.base import Counters, Hook, Hooks, Meter, Summary, Training, line, scheduler
-from mpbridge.training.checkpointer import Checkpointer, Nonfinite, Stages, at_stage, check_stages, switch
+from mpbridge.training.checkpointer import Checkpointer, Nonfinite, Stages, anchored, at_stage, check_stages, switch
 from mpbridge.training.data.batches import Feed
 from mpbridge.training.process import Signals, data_parallel, explained, process_group, process_settings
 
@@ -61,7 +61,7 @@ def _pretrain(
     run: Run, dataset: Iterable[Mapping[str, torch.Tensor]] | None, hooks: Iterable[Hook], quiet: bool
 ) -> Summary:
     out = console(speaks=rank() == 0 and not quiet)
-    run = at_stage(run)
+    run = at_stage(anchored(run))
     preflight(run, out)
     for message in check_stages(run):
         tell(out, message)
@@ -75,7 +75,8 @@ def _pretrain(
         stack.enter_context(explained())
         for message in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
             tell(out, message)
-        for stage in (run, *run.stages):  # `run` is at the stage that this rank found in the checkpoint
+        agree(run.policy)  # at the stage that this rank found in the checkpoint
+        for stage in run.stages:
             agree(stage.policy)
         feed = Feed(run, dataset)
         for done in feed.corpus.prepared if feed.corpus is not None else ():

@@ -119,6 +119,18 @@ def test_a_run_from_python_is_asked_the_same(place: Path) -> None:
     assert len(found.value.faults) == 2
 
 
+def test_settings_without_effect_are_notes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "checkpoint.save_interval=5", "checkpoint.accept=bf16"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "checkpoint.save_interval: nothing is saved without checkpoint.save" in out
+    assert "checkpoint.accept=bf16: nothing is resumed without checkpoint.load" in out
+    assert main(["check", "checkpoint.save=kept", "train.nonfinite=rollback 1"]) == 0
+    assert "nothing is saved to go back to without checkpoint.save_interval" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert main(["check", "train.timeout_minutes=0"]) == 2
+
+
 def test_what_only_this_machine_lacks_is_a_note_about_another(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--target", "h100", "data.corpus=nope"]) == 0
     assert "note   on this machine: data.corpus=nope" in capsys.readouterr().out

@@ -115,6 +115,52 @@ def test_rollback_without_checkpoints_is_refused():
         go(run(train={"nonfinite": "rollback 2"}))
 
 
+class Doubts(Hook):
+    """Finds behind step 2 that what was called good since step 1 was not."""
+
+    def stepped(self, training, result):
+        training.audit = "good"
+        if training.counters.iteration == 2:
+            training.doubt(after=1)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_doubted_while_it_is_written_is_suspect(tmp_path, background):
+    kept = {"save": str(tmp_path), "save_interval": 2, "async_save": background}
+    go(run(iters=4, checkpoint=kept), Doubts())
+    assert {one.step: store.audit_of(one.path) for one in store.saved(tmp_path)} == {2: "suspect", 4: "good"}
+
+
+class Leaves(Hook):
+    """Changes the working directory behind step 3, or fails there."""
+
+    def __init__(self, folder=None):
+        self.folder = folder
+
+    def stepped(self, training, result):
+        if training.counters.iteration == 3:
+            if self.folder is None:
+                raise KeyError("a hook's own fault")
+            os.chdir(self.folder)
+
+
+def test_a_change_of_the_working_directory_moves_no_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    stages = [{"recipe": "fp32", "until": 4}, {"recipe": "bf16_mixed"}]
+    go(run(stages, checkpoint={"save": "kept", "save_interval": 2}, logger={"log_dir": "log"}), Leaves("other"))
+    assert [one.step for one in store.saved(tmp_path / "kept")] == [6, 4, 2]
+    assert (tmp_path / "log" / "summary.json").exists()
+    assert not os.listdir(tmp_path / "other")
+
+
+def test_a_checkpoint_that_was_not_finished_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpbridge.training.checkpoint.io.Writing.done", lambda writing: False)
+    with pytest.raises(KeyError, match="own fault"):
+        go(run(checkpoint={"save": str(tmp_path), "save_interval": 3, "async_save": True}), Leaves())
+    assert os.listdir(tmp_path) == [store.WRITER]
+
+
 class Signal(Hook):
     """Sends this process a signal while a step is under way."""
 

@@ -12,6 +12,7 @@ from mpbridge.training import checkpointer
 from mpbridge.training.checkpoint import store
 from tests.training.checkpoint.test_resume import values
 from tests.training.survival import Hook, go, job, run
+from tests.training.test_faults import Poison
 
 LIST = [{"recipe": "bf16_with_nvfp4_mixed", "until": 3}, {"recipe": "bf16_mixed"}]
 """Emulated NVFP4, then BF16."""
@@ -116,6 +117,24 @@ def test_a_later_stage_that_this_machine_cannot_run_is_refused_at_start():
 def test_stages_that_do_not_fit_the_run_are_refused():
     with pytest.raises(Contradiction, match="after the run's last step"):
         go(run([{"recipe": "fp32", "until": 200}, {"recipe": "bf16_mixed"}]))
+
+
+def test_a_rollback_past_a_switch_says_what_it_loses(tmp_path):
+    stages = [{"recipe": "fp16_mixed", "initial_loss_scale": 4096.0, "until": 4}, {"recipe": "bf16_mixed"}]
+    kept, log = {"save": str(tmp_path / "kept"), "save_interval": 3}, {"log_dir": str(tmp_path)}
+    go(run(stages, train={"nonfinite": "rollback 1"}, checkpoint=kept, logger=log), Poison(6))
+    events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    (text,) = [event["text"] for event in events if event["event"] == "rollback"]
+    assert "rolled back to step_00000003 (lost: the dynamic loss scale and its counters)" in text
+
+
+def test_a_schedule_begins_with_the_weights_of_another_program(tmp_path):
+    go(run("fp32", iters=2, checkpoint={"save": str(tmp_path)}))
+    place = store.locate(tmp_path)
+    store.write_whole(place / store.MANIFEST, json.dumps(store.read_manifest(place) | {"foreign": True}))
+    stages = [{"recipe": "fp32", "until": 1}, {"recipe": "bf16_mixed"}]
+    watch = go(run(stages, iters=2, checkpoint={"load": str(place), "reset_optimizer": True}))
+    assert watch.recipes == ["fp32", "bf16_mixed"]
 
 
 def test_each_transition_is_told():

@@ -38,8 +38,9 @@ class Writing:
     folder: Path
     partial: Path
     step: int
-    audit: store.AuditMark
+    training: Training
     written: RankWrite
+    audit: store.AuditMark
 
     def done(self) -> bool:
         """Whether every rank's files are written. Every rank must call it."""
@@ -49,9 +50,12 @@ class Writing:
         """Waits, seals, removes old checkpoints; returns the checkpoint's folder. Every rank must call it. Raises CheckpointError."""
         failed = self.written.finish()
 
+        doubted = self.training.doubted
+        suspect = self.audit == "good" and doubted is not None and self.step > doubted
+
         def seal() -> Path:
             known = indexed(self.partial, dist.get_world_size())
-            made = store.seal(self.partial, self.step, known=known, audit=self.audit)
+            made = store.seal(self.partial, self.step, known=known, audit="suspect" if suspect else self.audit)
             store.prune(self.folder, keep_last=keep_last, keep_every=keep_every)
             return made
 
@@ -65,6 +69,7 @@ class Writing:
     def abort(self) -> None:
         """Discards a checkpoint that was not finished."""
         self.written.abort()
+        store.discard(self.partial)  # every rank: the process group may be gone
 
 
 def save(training: Training, folder: Path, *, background: bool = False) -> Writing:
@@ -80,7 +85,8 @@ def save(training: Training, folder: Path, *, background: bool = False) -> Writi
         stored = state.stored_dtypes(contents)
         on_first_rank(lambda: _describe(partial, training.run, stored, step, sharded.common(contents)))
         written = RankWrite(partial, rank, staged(contents), background=background)
-        return Writing(folder, partial, step, training.audit, written)
+        training.doubted = None
+        return Writing(folder, partial, step, training, written, training.audit)
 
 
 def gather(training: Training) -> dict[str, Any]:

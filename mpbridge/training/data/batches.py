@@ -55,6 +55,7 @@ class Feed:
                     told=told,
                 )
         self._opened: dict[str, Any] = {}
+        self._taken = 0  # samples of an iterable that cannot begin again
 
     def batches(self, split: str, consumed: int = 0, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
         """Endless micro-batches of this data-parallel rank, starting after `consumed` samples of the whole run.
@@ -90,11 +91,19 @@ class Feed:
             yield self._batch([dataset[index % length] for index in range(start, start + micro)])
 
     def _streamed(self, dataset: Iterable[Any], consumed: int, micro: int, rank: int, size: int) -> Iterator[Batch]:
-        samples = islice(_again(dataset), consumed + rank * micro, None)
+        start = consumed + rank * micro
+        if isinstance(dataset, Iterator):
+            dataset, start = self._counted(dataset), max(0, start - self._taken)
+        samples = islice(_again(dataset), start, None)
         while True:
             # islice, not list(): list() would call len()
             yield self._batch([_complete(sample, self.seq_length) for sample in islice(samples, micro)])
             next(islice(samples, micro * (size - 1), micro * (size - 1)), None)
+
+    def _counted(self, dataset: Iterator[Any]) -> Iterator[Any]:
+        for sample in dataset:
+            self._taken += 1
+            yield sample
 
     def _batch(self, samples: list[Mapping[str, torch.Tensor]]) -> Batch:
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}

@@ -17,7 +17,7 @@ from typing import Any
 from mpbridge.common.errors import BadValue, DataError, MpbridgeError
 from mpbridge.settings.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
 from mpbridge.settings.training import SPLITS, entries_of, split_shares
-from mpbridge.training.data.sources import EXTRA, JSON_LINES, READ, Sources, located
+from mpbridge.training.data.sources import EXTRA, READ, Sources, is_json_lines, located
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Alone, one is legal in JSON but not in UTF-8."""
@@ -44,7 +44,7 @@ class Skip:
 
 def records(path: Path, keys: Sequence[str]) -> Iterator[Text | Skip]:
     """Every usable text of the file and every reason to skip. A text file is one record, under the first key. Raises DataError for a JSON array."""
-    if path.suffix not in JSON_LINES:
+    if not is_json_lines(path):
         content = path.read_bytes()
         yield from _usable(keys[0], content, len(content))
         return
@@ -256,7 +256,7 @@ def _first_text(files: Sequence[Path], keys: Sequence[str]) -> Counter[str] | No
     """None if a usable text was found or enough was searched; otherwise why there is none."""
     skipped: Counter[str] = Counter()
     for path in files:
-        if path.stat().st_size > MOST_BYTES and path.suffix not in JSON_LINES:
+        if path.stat().st_size > MOST_BYTES and not is_json_lines(path):
             return None  # a text of that length
         for found in records(path, keys):
             if not isinstance(found, Skip) or found.read > MOST_BYTES or skipped.total() > MOST_RECORDS:

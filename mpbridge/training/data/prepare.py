@@ -21,7 +21,7 @@ from mpbridge.common.errors import DataError
 from mpbridge.common.files import ProgressCallback, folder_for, text_of
 from mpbridge.settings.huggingface.tokenizers import BYTE
 from mpbridge.training.data.look import Skip, no_text, pair_index, records
-from mpbridge.training.data.sources import JSON_LINES, identity, tokenizer
+from mpbridge.training.data.sources import identity, is_json_lines, tokenizer
 
 FORMAT = "2"
 """Part of every key: increase it when the same files would be written differently."""
@@ -110,18 +110,21 @@ def _key(files: Sequence[Path], tok: Any, keys: Sequence[str]) -> str:
                 content = hashlib.file_digest(file, "sha256").digest()
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
-        kind = b"lines" if path.suffix in JSON_LINES else b"text"
+        kind = b"lines" if is_json_lines(path) else b"text"
         digest.update(content + kind)
     return digest.hexdigest()[:24]
 
 
 def _read(home: Path, *, cached: bool) -> Prepared:
-    facts = json.loads(text_of(home / "prepared.json"))
+    try:
+        facts = json.loads(text_of(home / "prepared.json"))
+        keys = tuple(facts["keys"])
+        pairs = tuple(str(home / key) for key in keys if (home / f"{key}.bin").stat().st_size)
+        counts = {name: facts[name] for name in ("documents", "tokens", "skipped")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{home} is damaged ({error}); delete that folder, and the text is packed again") from error
     if not facts["documents"]:
         raise DataError(no_text(facts["skipped"], facts["keys"]))
-    keys = tuple(facts["keys"])
-    pairs = tuple(str(home / key) for key in keys if (home / f"{key}.bin").stat().st_size)
-    counts = {name: facts[name] for name in ("documents", "tokens", "skipped")}
     return Prepared(prefixes=pairs, folder=home, keys=keys, cached=cached, **counts)
 
 
@@ -142,10 +145,12 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
         yield folder
         try:
             folder.rename(home)
-        except OSError:
+        except OSError as error:
             # another process finished the same content first; its result is equivalent
             if not (home / "prepared.json").is_file():
-                raise
+                raise DataError(
+                    f"{home} is damaged ({error.strerror}); delete that folder, and the text is packed again"
+                ) from error
 
 
 def _encode(

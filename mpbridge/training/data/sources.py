@@ -27,6 +27,7 @@ from mpbridge.settings.huggingface.tokenizers import (
 )
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+"""Ends of names, in any case (`is_json_lines`)."""
 TEXT = (".txt", ".md", ".rst", ".py")
 READ = (*TEXT, *JSON_LINES)
 EXTRA = install("hf")
@@ -40,6 +41,11 @@ class Sources:
 
     files: tuple[Path, ...] = ()
     prefixes: tuple[str, ...] = ()
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file has a record on every line; any other is one text."""
+    return path.suffix.lower() in JSON_LINES
 
 
 def stdlib_files() -> tuple[Path, ...]:
@@ -114,7 +120,7 @@ def _files(item: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = sorted(child for child in path.rglob("*") if child.suffix in READ and child.is_file())
+        inside = sorted(child for child in path.rglob("*") if child.suffix.lower() in READ and child.is_file())
         if not inside:
             raise DataError(f"{item}: a folder without {', '.join(READ)} files")
         return inside

@@ -109,6 +109,14 @@ def test_stream_that_cannot_start_again_says_so(tmp_path: Path) -> None:
         _take(feed.batches("train"), 2)
 
 
+def test_samples_that_cannot_begin_again_go_on_where_they_are_after_a_rollback(tmp_path: Path) -> None:
+    feed = Feed(_run(tmp_path, eval_interval=None), dataset=iter(Endless()))
+    assert [tokens[0, 0] for tokens in _take(feed.batches("train"), 4)] == [0, 2, 4, 6]
+    assert [tokens[0, 0] for tokens in _take(feed.batches("train", 8), 2)] == [8, 10]
+    resumed = Feed(_run(tmp_path, eval_interval=None), dataset=iter(Endless()))
+    assert [tokens[0, 0] for tokens in _take(resumed.batches("train", 8, 1, 2), 2)] == [10, 14]
+
+
 def test_sample_of_another_length_is_named(tmp_path: Path) -> None:
     feed = Feed(_run(tmp_path, eval_interval=None), dataset=[{"tokens": torch.arange(5)}] * 4)
     with pytest.raises(DataError, match=r"shape \(4,\), expected \(16,\)"):

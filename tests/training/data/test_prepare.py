@@ -102,6 +102,20 @@ def test_same_content_is_prepared_once_and_other_content_again(tmp_path: Path) -
     assert prepare([moved], cache=cache).prefixes != first.prefixes
 
 
+@pytest.mark.parametrize("gone", ["prepared.json", "text.bin"])
+def test_a_damaged_entry_of_the_cache_is_named_with_its_cure(tmp_path: Path, gone: str) -> None:
+    source, cache = tmp_path / "a.txt", tmp_path / "cache"
+    source.write_text("hello\n")
+    folder = prepare([source], cache=cache).folder
+    (folder / gone).unlink()
+    with pytest.raises(DataError, match=rf"{folder} is damaged .*; delete that folder"):
+        prepare([source], cache=cache)
+
+
+def test_a_name_in_upper_case_is_read_by_lines_too(tmp_path: Path) -> None:
+    assert prepare([_lines(tmp_path / "a.JSONL", ['"one"', '"two"'])], cache=tmp_path / "cache").documents == 2
+
+
 def test_a_failing_tokenizer_ends_with_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
