@@ -13,7 +13,8 @@ from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
 from mpbridge.common.facts import ADAMS, OPTIMIZERS, STATE_ROLES
 from mpbridge.numerics.optimizers import join, split
 
-_GROUP_FACTS = ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult")
+_GROUP_FACTS = ("max_lr", "min_lr", "wd_mult", "lr_mult")
+"""The rates that a schedule may take up, and what tells groups apart."""
 
 
 def live_shards(model: Any, optimizer: ShardOptimizer) -> Iterator[Live]:

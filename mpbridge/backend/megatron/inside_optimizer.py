@@ -92,8 +92,12 @@ def factors_stored() -> AbstractContextManager[None]:
 
 def number_states(optimizer: Any) -> None:
     """Corrects where distributed optimizers look for a parameter's states: megatron-core (0.16.1 to 0.20) counts 16-bit and FP32 parameters of a group in
-    one order and hands them to the inner optimizer in another, so checkpoints of a group with both had states under other parameters' names."""
+    one order and hands them to the inner optimizer in another, so checkpoints of a group with both had states under other parameters' names; and tells
+    groups apart that differ only in their rate."""
     for part in parts(optimizer):
+        for group in getattr(part.optimizer, "param_groups", ()):
+            # 0.16.1 leaves it False; on loading, it then takes the group of optimizer.decoupled_lr for the one that is otherwise the same
+            group["is_decoupled_lr"] |= not group.get("default_config", True)
         known = getattr(part, "model_param_group_index_map", None)
         if not known:
             continue

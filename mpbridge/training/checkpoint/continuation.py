@@ -117,10 +117,9 @@ def schedule(run: Run, place: Path) -> str:
         return ""
     saved = saved_schedule(place)
     own, batch = scheduler_arguments(run), int(run.train["global_batch_size"])
-    idle = {"wd_incr_steps"} if saved.get("wd_incr_style") == own["wd_incr_style"] == "constant" else set()
-    idle |= set() if saved.get("lr_decay_style") == own["lr_decay_style"] == "WSD" else {*UNSAVED[1:]}
-    idle |= set() if saved.get("lr_warmup_steps") else {"init_lr"}
-    names = [name for name in _SCHEDULE if name in saved and name not in idle]
+    idle = dict.fromkeys(UNSAVED, saved.get("lr_decay_style") != "WSD") | {"init_lr": not saved.get("lr_warmup_steps")}
+    idle["wd_incr_steps"] = saved.get("wd_incr_style") == own["wd_incr_style"] == "constant"
+    names = [name for name in _SCHEDULE if name in saved and not idle.get(name)]
     changed = [name for name in names if saved[name] != own[name]]
     if not changed or not all(_plausible(saved[name], own[name]) for name in names):
         return ""
@@ -128,7 +127,7 @@ def schedule(run: Run, place: Path) -> str:
     for name in changed:
         setting, counted = _SCHEDULE[name]
         whole = counted and isinstance(saved[name], int) and saved[name] % batch == 0
-        had, gets = (saved[name] // batch, own[name] // batch) if whole else (saved[name], own[name])
+        had, gets = (one // batch if whole and one else one for one in (saved[name], own[name]))
         said.append(f"{setting} {had} -> {gets}{' samples' if counted and not whole else ''}")
         kept += [f"{setting}={had}"] if name != "wd_incr_steps" and (whole or not counted) else []
     keep = f"to keep the checkpoint's: {' '.join(kept)}; " if len(kept) == len(changed) else ""

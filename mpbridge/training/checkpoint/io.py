@@ -261,13 +261,12 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool, exac
             shelf.point(fresh)
             saved = contents.common().get("optimizer", {})
             state.check_numbers(saved, str(contents.folder / STATE))
-            loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved)
+            rates = bool(training.run.scheduler.get("use_checkpoint_opt_param_scheduler"))
+            loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved, rates=rates)
             state.split_remainders(loaded, pairs)
     given = digests(loaded) if exactly else {}
-    own = [dict(group) for group in engine.optimizer.param_groups]
     with extra_state.pickled_here():
         engine.load_state(loaded, optimizer=not weights_only)
-        _keep_settings(engine.optimizer, own, training.scheduler)
         changed = different(given, engine) if exactly else []
     with _together():
         if changed:
@@ -275,13 +274,6 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool, exac
                 f"{contents.folder}: {len(changed)} of {len(given)} tensors are not in the run as they were loaded ({', '.join(changed[:3])}): "
                 "something changes them between the checkpoint and the first step"
             )
-
-
-def _keep_settings(optimizer: Any, own: list[dict[str, Any]], scheduler: Any) -> None:
-    """Puts back what the run set in its parameter groups (`own`): of a saved group, only the count of steps is state, and its rates where the run asked for them."""
-    rates = ("max_lr", "min_lr") if scheduler.use_checkpoint_opt_param_scheduler else ()
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
-        group.update({name: value for name, value in settings.items() if name not in ("params", "step", *rates)})
 
 
 def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Contents, *, same_layout: bool) -> None:
@@ -301,10 +293,14 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
     try:
         # megatron-core adds the saved steps to those taken so far, so a rollback would advance the schedule too far
         training.scheduler.num_steps = 0
-        training.scheduler.load_state_dict(schedule)
         if training.scheduler.use_checkpoint_opt_param_scheduler:
-            for name in UNSAVED:
+            for name in UNSAVED:  # `load_state_dict` computes a rate with them
                 setattr(training.scheduler, name, schedule.get(name, getattr(training.scheduler, name)))
+            if schedule["lr_decay_style"] == "WSD" and training.scheduler.wsd_decay_steps is None:
+                raise CheckpointError(
+                    f"{file} has a WSD schedule of an earlier mpbridge, which did not save the length of its decay: set scheduler.lr_wsd_decay_iters"
+                )
+        training.scheduler.load_state_dict(schedule)
         training.scheduler.step(0)  # it sets the weight decay before it reads its ends
     except AssertionError as error:  # only with checkpoint.reset_optimizer: else `continuation.faults` says it first
         raise CheckpointError(

@@ -223,14 +223,21 @@ LARGEST_NUMBER = 2.0**127
 """Larger than any rate, count or loss scale; NaN and infinity are rejected too."""
 
 
-def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+_RATES = ("max_lr", "min_lr")
+
+
+def optimizer_state(
+    loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: Mapping[str, Any], *, rates: bool = False
+) -> dict[str, Any]:
     """The value that `Engine.load_state` expects under 'optimizer'.
 
-    loaded: the tensors, in the shape of `fresh`, the new engine's own state; saved: the checkpoint's plain part (groups, loss scaler).
+    loaded: the tensors, in the shape of `fresh`, the new engine's own state; saved: the checkpoint's plain part (groups, loss scaler); rates: whether
+    groups get their highest and lowest rate from the checkpoint; all else that is set in them is the run's.
     """
     if "groups" in fresh:  # the FSDP engines' form, which is the same for every recipe
-        return {name: value for name, value in saved.items() if name in fresh} | dict(loaded)
-    olds = parts_of(saved)
+        groups = [_group(group, saved.get("groups", []) if rates else [], _RATES) for group in fresh["groups"]]
+        return {name: value for name, value in saved.items() if name in fresh} | dict(loaded) | {"groups": groups}
+    olds, kept = parts_of(saved), ("step", *(_RATES if rates else ()))
     groups = [group for part in olds for group in _groups(part)]
     scaler = next((part["grad_scaler"] for part in olds if "grad_scaler" in part), None)
     # torch's own optimizers count their steps in each parameter's state, which megatron-core stores once
@@ -242,9 +249,9 @@ def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: 
     }
     single = len(parts_of(fresh)) == 1 and parts_of(fresh)[0].keys() == fresh.keys()
     if single:
-        return _part(dict(loaded), fresh, groups, scaler, steps)
+        return _part(dict(loaded), fresh, groups, kept, scaler, steps)
     return {
-        name: _part(dict(loaded.get(name, {})), part, groups, scaler, steps)
+        name: _part(dict(loaded.get(name, {})), part, groups, kept, scaler, steps)
         for name, part in fresh.items()
         if isinstance(part, Mapping)
     }
@@ -254,10 +261,11 @@ def _part(
     loaded: dict[str, Any],
     fresh: Mapping[str, Any],
     groups: list[dict[str, Any]],
+    kept: tuple[str, ...],
     scaler: Any,
     steps: Mapping[tuple[bool, ...], dict[str, Any]],
 ) -> dict[str, Any]:
-    merged = [_group(group, groups) for group in _groups(fresh)]
+    merged = [_group(group, groups, kept) for group in _groups(fresh)]
     step = steps.get(_kind(merged), {})
     if "param_groups" in fresh:  # FP32Optimizer: torch's own shape
         return {"state": loaded.get("state", {}) | step, "param_groups": merged}
@@ -281,16 +289,17 @@ def _kind(groups: list[dict[str, Any]]) -> tuple[bool, ...]:
     return tuple(any(key in group for group in groups) for key in _OWN_KEYS)
 
 
-def _group(fresh: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """The saved group with the same identifying keys, with the parameters of the fresh one."""
+def _group(fresh: dict[str, Any], saved: list[dict[str, Any]], kept: tuple[str, ...]) -> dict[str, Any]:
+    """The fresh group, with what is `kept` of the saved one with the same identifying keys; else of another, as all count the same steps."""
     marks = [key for key in _GROUP_KEYS if key in fresh]
     alike = [group for group in saved if _kind([group]) == _kind([fresh])] or saved
     match = next((group for group in alike if all(group.get(key) == fresh[key] for key in marks)), None)
-    match = fresh if match is None else match
+    if match is None:
+        match, kept = (alike or [{}])[0], ("step",)
     # (megatron-core wraps them, so that they stay out of the files)
     params: Any = fresh.get("params")
     own = {"params": params.unwrap() if hasattr(params, "unwrap") else params} if "params" in fresh else {}
-    return {name: value for name, value in match.items() if name != "params"} | own
+    return fresh | {name: value for name, value in match.items() if name in kept} | own
 
 
 def random_states() -> dict[str, Any]:

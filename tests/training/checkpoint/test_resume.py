@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,18 +77,6 @@ def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
     same_from_step_4(whole, second)
     assert "optimizer states" not in second.summary.notes, "no moment was lost"
     assert len(set(whole.losses.values())) == 6
-
-
-class Evaluates(Hook):
-    """Measures a loss behind every step."""
-
-    def stepped(self, training, result):
-        training.engine.evaluate(training.feed.batches("train", 100), microbatches=1)
-
-
-def test_an_evaluation_changes_nothing_of_the_steps_behind_it(tmp_path):
-    # so that a run that resumes from a checkpoint saved before it goes on to the bit
-    assert go(run(DELAYED, emulate=True), Evaluates()).losses == go(run(DELAYED, emulate=True)).losses
 
 
 def values(training):
@@ -248,48 +235,6 @@ def test_a_folder_that_holds_a_run_is_not_written_over_by_a_new_one_or_one_from_
 def test_another_model_is_refused_before_anything_is_read(saved):
     with pytest.raises(Refused, match="hidden_size is 64 in the checkpoint and 32 in the run"):
         go(run("bf16_mixed", checkpoint={"load": str(saved)}, model={"hidden_size": 32}))
-
-
-def test_another_schedule_is_an_error_that_names_the_cure(saved):
-    cure = r"to keep the checkpoint's: scheduler\.lr_decay_iters=\d+; .*scheduler\.override_opt_param_scheduler=true"
-    again = functools.partial(run, "bf16_mixed", iters=2, checkpoint={"load": str(saved)})
-    with pytest.raises(Contradiction, match=cure) as found:
-        go(again(scheduler={"lr_decay_iters": 50}))
-    kept = int(re.search(r"lr_decay_iters=(\d+)", str(found.value))[1])
-    assert go(again(scheduler={"lr_decay_iters": kept})).losses
-    assert go(again(scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True})).losses
-
-
-class Rates(Hook):
-    """Learning rate, weight decay and betas of every step."""
-
-    def __init__(self):
-        self.seen = {}
-
-    def stepping(self, training):
-        group = training.engine.optimizer.param_groups[0]
-        self.seen[training.counters.iteration + 1] = (group["lr"], group["weight_decay"], group.get("betas"))
-
-
-@pytest.mark.parametrize(("engine", "recipe"), [("mcore", "bf16_mixed"), ("fsdp2", "fp32_params_bf16_compute")])
-def test_rates_and_betas_behind_a_resume_are_the_ones_that_were_asked_for(tmp_path, engine, recipe):
-    def seen(load, rate, **scheduler):
-        rates, named = Rates(), {"lr_decay_style": "linear", "lr_decay_iters": 10, "lr_warmup_iters": 0} | scheduler
-        optimizer = {"lr": rate, "min_lr": rate / 2, "weight_decay": rate * 10, "adam_beta2": 0.9 + rate}
-        kept = {"load": str(tmp_path)} if load else {"save": str(tmp_path)}
-        go(
-            run(recipe, iters=4 if load else 2, engine=engine, optimizer=optimizer, scheduler=named, checkpoint=kept),
-            rates,
-        )
-        return rates.seen
-
-    seen(False, 4e-3)
-    for word, rate in (("override", 2e-3), ("use_checkpoint", 4e-3)):
-        found = seen(True, 2e-3, **{f"{word}_opt_param_scheduler": True})
-        # linear from `rate` to its half in 10 steps, of which 2 and 3 are done
-        assert {step: lr for step, (lr, _, _) in found.items()} == pytest.approx({3: 0.9 * rate, 4: 0.85 * rate})
-        assert [decay for _, decay, _ in found.values()] == pytest.approx([rate * 10] * 2)
-        assert {betas for _, _, betas in found.values()} == {(0.9, 0.902)}, "no part of the schedule"
 
 
 def test_another_recipe_needs_a_word_of_consent_before_anything_is_built(saved, monkeypatch):
