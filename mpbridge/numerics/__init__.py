@@ -4,7 +4,7 @@
 `mcore.CoreEmulation` does. Afterwards:
 
     emulation.step_begin()                                # before the first micro-batch of every train_step
-    emulation.eval_begin()                                # before the first micro-batch of every evaluate
+    with emulation.evaluating(): ...                      # an evaluation, behind which training's state is as it was
     with emulation.paused(): ...                          # high precision in the block, for comparisons
     with emulation.listening(who): ...                    # the same, and `who` is called with every linear's products (mpbridge.training.tune)
     emulation.load_state(saved)                           # takes the result of state(), or of sharded_state() with its prefix

@@ -218,6 +218,16 @@ class Emulation(Pausable):
         self.randomness.begin(step)
         self.eval_begin()
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """An evaluation: weights are quantized anew, and behind it scales and histories are as they were."""
+        before = self.state()
+        self.eval_begin()
+        try:
+            yield
+        finally:
+            self.load_state(before)
+
     def eval_begin(self) -> None:
         """Call before the first micro-batch of an evaluation: weights are quantized anew; the random bits of training are not affected."""
         for plug in self.plugs.values():

@@ -58,8 +58,7 @@ class Checkpointer(Hook):
         if (folder := self.folder) is not None:
             on_first_rank(lambda: self._take(folder))
         # one rank decides for all: on a node that does not see the folder a rank would begin anew, and wait for the others
-        place, weights = on_first_rank(lambda: beginning(training.run.checkpoint))
-        own = place is not None and folder is not None and place.parent.resolve() == folder.resolve()
+        place, weights, own = on_first_rank(lambda: self._beginning(training.run.checkpoint))
         if weights is not None:
             answer = checkpoint.load(training, weights, weights_alone=True)
             self._message = "\n".join([f"initialized with the weights of {weights}", *answer.lines()[1:]])
@@ -72,6 +71,11 @@ class Checkpointer(Hook):
             self._message = "\n".join([f"resumed from {place}: {answer.kind}", *answer.lines()[1:]])
             self._resumed = {"checkpoint": str(place), "verdict": answer.kind, "optimizer_reset": self.reset}
             training.notes["resumed from"] = str(place)
+
+    def _beginning(self, section: Mapping[str, Any]) -> tuple[Path | None, Path | None, bool]:
+        place, weights = beginning(section)
+        own = place is not None and self.folder is not None and place.parent.resolve() == self.folder.resolve()
+        return place, weights, own
 
     def _take(self, folder: Path) -> None:
         self._claim = store.claim(folder)
@@ -111,8 +115,9 @@ class Checkpointer(Hook):
             if training.stop is not None:
                 training.say("nothing was saved: checkpoint.save is not set")
             return
-        # a rollback in the last step moved the place in the data, which the checkpoint does not have
-        if training.counters.iteration != self.saved_at or training.moved:
+        # a rollback in the last step moved the place in the data, which the checkpoint does not have; one into another stage is not written over,
+        # since this stage's engine does not keep all of its states
+        if training.counters.iteration != self.saved_at or (training.moved and training.next_run is None):
             self.save(training, background=False)
         if training.stop is not None:
             training.notes["go on with"] = line = resume_line(self.folder, reset=self.reset)

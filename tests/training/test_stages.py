@@ -10,6 +10,7 @@ from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.common.report.metrics import EVENTS
 from mpbridge.training import checkpointer
 from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.verdict import read_fingerprint
 from tests.training.checkpoint.test_resume import values
 from tests.training.survival import Hook, go, job, run
 from tests.training.test_faults import Poison
@@ -126,6 +127,15 @@ def test_a_rollback_past_a_switch_says_what_it_loses(tmp_path):
     events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
     (text,) = [event["text"] for event in events if event["event"] == "rollback"]
     assert "rolled back to step_00000003 (lost: the dynamic loss scale and its counters)" in text
+
+
+def test_a_rollback_past_a_switch_in_the_step_that_ends_the_run_writes_over_no_exact_checkpoint(tmp_path):
+    stages = [{"recipe": "fp16_mixed", "initial_loss_scale": 4096.0, "until": 4}, {"recipe": "bf16_mixed"}]
+    kept = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 3}
+    go(run(stages, iters=8, train={"nonfinite": "rollback 1", "exit_interval": 6}, checkpoint=kept), Poison(6))
+    place = store.locate(tmp_path)
+    assert (place.name, read_fingerprint(place).recipe) == ("step_00000003", "fp16_mixed")
+    assert '"grad_scaler"' in (place / "state.json").read_text()
 
 
 def test_a_schedule_begins_with_the_weights_of_another_program(tmp_path):

@@ -280,17 +280,20 @@ class ShardedEngine(BaseEngine):
 def amaxes_kept(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Restores the running row of Transformer Engine's amax histories, to which delayed scaling's quantizers add in any forward pass; without gradients no scale
     is computed from it, but the next training step's would be (`DelayedScalingRecipeState.make_quantizers` and `autocast_exit`, quantization.py, 2.11 to 2.20)."""
-    modules: list[Any] = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "fp8_meta")]
+    modules = [module for chunk in chunks for module in chunk.modules()]
 
-    def rows() -> Iterator[tuple[Any, torch.Tensor]]:
-        for module in modules:
-            if hasattr(table := module.fp8_meta.get("scaling_fwd"), "amax_history"):
-                yield module, table.amax_history[0]
+    def rows() -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
+        for module in modules:  # a module has the first, an operation of the fuser the second
+            meta = getattr(module, "fp8_meta", None) or (getattr(module, "_fp8_metas", None) or {}).get("forward") or {}
+            if (history := getattr(meta.get("scaling_fwd"), "amax_history", None)) is not None:
+                yield module, history[0]
 
     before = {module: row.clone() for module, row in rows()}
-    yield
-    for module, row in rows():
-        row.copy_(before[module]) if module in before else row.zero_()
+    try:
+        yield
+    finally:
+        for module, row in rows():
+            row.copy_(before[module]) if module in before else row.zero_()
 
 
 def forget_amaxes() -> None:

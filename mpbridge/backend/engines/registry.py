@@ -92,11 +92,8 @@ class EmulatedEngine:
 
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
         """The engine's evaluation, quantized as training is; the scales and histories of training stay as they are."""
-        before = self.emulation.state()
-        self.emulation.eval_begin()
-        loss = float(self.engine.evaluate(batches, microbatches=microbatches))
-        self.emulation.load_state(before)
-        return loss
+        with self.emulation.evaluating():
+            return float(self.engine.evaluate(batches, microbatches=microbatches))
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
         """The engine's state, plus 'emulation'."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,14 +130,11 @@ class TorchaoLinears(Pausable):
     def step_begin(self) -> None:
         """Does nothing: weights are cast in every forward pass."""
 
-    def eval_begin(self) -> None:
-        """Nothing."""
+    evaluating = nullcontext
 
     def sharded_state(self, prefix: str = "") -> dict[str, Any]:
         """Empty: scales come from the tensors themselves."""
         return {}
-
-    state = sharded_state
 
     def load_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
         """Nothing."""

@@ -3,7 +3,6 @@ checkpoint that holds nothing else or that another program wrote. Loads no frame
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,9 +47,8 @@ def _map(data: Any) -> Mapping[str, Any]:
 
 def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
     """The fingerprint of a resolved run."""
-    made = fingerprint(run.recipe, run.policy, run.facts, run.inputs["optimizer"], stored)
-    batch = {"global_batch_size": run.train["global_batch_size"]}
-    return dataclasses.replace(made, optimizer_section={**made.optimizer_section, **batch})
+    section = {**run.inputs["optimizer"], "global_batch_size": run.train["global_batch_size"]}
+    return fingerprint(run.recipe, run.policy, run.facts, section, stored)
 
 
 def faults(run: Run, place: Path) -> list[str]:

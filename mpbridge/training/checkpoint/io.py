@@ -116,18 +116,19 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False, weigh
             return _strangers_weights(training, place, path, reset=reset)
         answer = judge(found, training.run, path, reset=reset)
         with _explained(path, None), Contents(place) as contents:
-            plain = {} if weights_alone else _run_state(contents)
-            _take_up(training, contents, weights_only=answer.kind == "weights only", exactly=answer.kind == "same")
+            plain, weights_only = {} if weights_alone else _run_state(contents), answer.kind == "weights only"
+            own = of_run(training.run)
+            names = ("policy", "realization", "engine", "parallel", "distributed", "optimizer")
+            others = [name for name in names if getattr(found, name) != getattr(own, name)]
+            _take_up(training, contents, weights_only=weights_only, exactly=not (weights_only or others))
             if weights_alone:
                 return answer
-            own = of_run(training.run)
             # each rounds by another rule: remainders ties away from zero, a cast to the even neighbour
-            other = found.realization != own.realization or found.policy != own.policy
-            if answer.kind != "weights only" and other:
+            if not weights_only and {"policy", "realization"} & {*others}:
                 follow_main_weights(training.engine.model, training.engine.optimizer)
             with _together():
                 _resume_plain(training, plain, contents, same_layout=found.parallel == own.parallel)
-            moment = None if answer.kind == "weights only" else plain.get("second_moment")
+            moment = None if weights_only else plain.get("second_moment")
             moment = moment if isinstance(moment, float) else None
             notes = (*answer.notes, *_other_data(training, plain["data"]))
             return dataclasses.replace(answer, notes=notes, second_moment=moment)

@@ -66,11 +66,12 @@ def saved(folder: Path) -> list[Saved]:
 def offered(folder: Path) -> list[Saved]:
     """As `saved`, for choosing where to resume. Raises CheckpointError if the newest is a link: not followed, it would silently be an older one, or none."""
     found = saved(folder)
+    newest = found[0].step if found else 0
     for entry in folder.iterdir() if folder.is_dir() else ():
-        match = _NAME.match(entry.name)
-        if match and entry.is_symlink() and not any(one.step > int(match[1]) for one in found):
+        if entry.is_symlink() and (match := _NAME.match(entry.name)) and int(match[1]) >= newest:
             raise CheckpointError(
-                f"{entry} is a symbolic link, and links among checkpoints are not followed: move the checkpoint there, or name it (checkpoint.load={entry})"
+                f"{entry} is a symbolic link, and links among checkpoints are not followed: move the checkpoint there, name it (checkpoint.load={entry}), "
+                "or remove the link"
             )
     return found
 
@@ -191,11 +192,12 @@ def seal(
     for directory in {partial, *(file.parent for file in files)}:
         _sync(directory)
     folder, final = partial.parent, partial.parent / name_of(step)
-    if os.path.lexists(final):
-        _drop(final)  # the same step saved again, after a rollback
+    old = _away(final) if os.path.lexists(final) else None  # the same step saved again, after a rollback
     partial.rename(final)
     _sync(folder)
     write_whole(folder / LATEST, final.name + "\n")
+    if old is not None:
+        discard(old)
     return final
 
 
@@ -218,7 +220,7 @@ def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> lis
     older = saved(folder)[keep_last:]
     gone = [one for one in older if one != good and not (keep_every and one.step % keep_every == 0)]
     for entry in gone:
-        _drop(entry.path)
+        discard(_away(entry.path))
     return gone
 
 
@@ -341,10 +343,8 @@ def _sync(directory: Path) -> None:
             os.close(handle)
 
 
-def _drop(path: Path) -> None:
-    away = path.with_name(f".dropped-{path.name}-{secrets.token_hex(4)}")
-    path.rename(away)
-    discard(away)
+def _away(path: Path) -> Path:
+    return path.rename(path.with_name(f".dropped-{path.name}-{secrets.token_hex(4)}"))
 
 
 def discard(path: Path) -> None:

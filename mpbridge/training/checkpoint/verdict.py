@@ -96,6 +96,11 @@ class Fingerprint:
         except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error
 
+    @property
+    def family(self) -> str:
+        """The optimizer, or what stands for all with the same states."""
+        return _FAMILY.get(self.optimizer, self.optimizer)
+
     def kept(self) -> Mapping[str, Holding]:
         """What such a run keeps of a parameter (`memory.keeps`). Raises UnknownName for an engine that is not installed here."""
         # 16-bit parameters that are their own main copy train only without the distributed optimizer (rule full-16-bit-with-distributed-optimizer)
@@ -117,9 +122,8 @@ class Fingerprint:
     def with_policy(self, policy: PrecisionPolicy, recipe: str, engine: str | None = None) -> Fingerprint:
         """The same run with another recipe (and engine): `policy` resolved with this run's optimizer section."""
         settled, engine = policy.settled(self.optimizer_section), engine or self.engine
-        asked = _FAMILY.get(self.optimizer, self.optimizer)
         made = dataclasses.replace(self, policy=settled, recipe=recipe, engine=engine)
-        optimizer, random = updater(asked, settled, traits(engine)), self.random or _stochastic(settled)
+        optimizer, random = updater(self.family, settled, traits(engine)), self.random or _stochastic(settled)
         return dataclasses.replace(made, optimizer=optimizer, random=random)
 
 
@@ -163,7 +167,11 @@ def fingerprint(
     settled = policy.settled(optimizer)
     dropout = any(float(facts.model.get(name, 0.1) or 0.0) > 0 for name in ("hidden_dropout", "attention_dropout"))
     settings = facts.optimizer.settings
-    section = {name: plain(optimizer[name]) for name in _OPTIMIZER_FIELDS if optimizer.get(name) is not None}
+    section = {
+        name: plain(optimizer[name])
+        for name in (*_OPTIMIZER_FIELDS, "global_batch_size")
+        if optimizer.get(name) is not None
+    }
     return Fingerprint(
         recipe=recipe,
         policy=settled,
@@ -231,7 +239,7 @@ def _unusable_states(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         return [f"the checkpoint has no adapters, which begin as they are initialised: {reset}"]
     if had != gets:
         return [f"other parameters are trained: {had} was frozen in the checkpoint, {gets} in the run: {reset}"]
-    if _FAMILY.get(saved.optimizer, saved.optimizer) == _FAMILY.get(wanted.optimizer, wanted.optimizer):
+    if saved.family == wanted.family:
         return []
     keep = f"keep optimizer.optimizer={saved.optimizer}"
     return [f"{wanted.optimizer} cannot use the states of {saved.optimizer}: {keep}, or {reset}"]
@@ -273,7 +281,7 @@ def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         if name in wanted.function:
             gets = wanted.function[name]
             notes.append(f"the same weights in another model: {name} {saved.function[name]} -> {gets}")
-    if saved.optimizer == wanted.optimizer:
+    if saved.family == wanted.family:
         had, gets = (one.optimizer_section for one in (saved, wanted))
         others = [name for name in _changed(had, gets) if name not in _OPTIMIZER_FIELDS]
         notes += [f"other updates: {name} {had[name]} -> {gets.get(name)}" for name in others]

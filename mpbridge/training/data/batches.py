@@ -10,7 +10,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpbridge.backend.devices.collectives import on_first_rank
@@ -21,7 +20,7 @@ from mpbridge.common.report.console import rank
 from mpbridge.common.report.progress import bar
 from mpbridge.settings.container import Run
 from mpbridge.settings.training import SPLITS, split_shares, train_iters
-from mpbridge.training.data.look import HEADER, nothing_left, pair_index, too_small
+from mpbridge.training.data.look import lengths_of, nothing_left, pair_index, too_small
 from mpbridge.training.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.training.data.sources import find, tokenizer
 
@@ -109,8 +108,10 @@ class Feed:
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
         for name, found in (("token", batch["tokens"]), ("label", batch["labels"][batch["loss_mask"] > 0])):
             if (wrong := found[(found < 0) | (found >= self.vocab_size)]).numel():
+                masked = " (what is not to be learned has loss_mask=0, or without a loss_mask the label -100)"
                 raise DataError(
                     f"{name} {wrong[0]} in the data, but model.vocab_size={self.vocab_size}: it was written with another tokenizer"
+                    + (masked if name == "label" else "")
                 )
         return batch
 
@@ -134,12 +135,13 @@ def _complete(sample: Mapping[str, torch.Tensor], length: int) -> Mapping[str, t
     labels = sample.get("labels")
     if labels is None:
         tokens, labels = tokens[:-1], tokens[1:]
-    if tokens.shape != (length,) or labels.shape != (length,):
-        raise DataError(
-            f"a sample of the training dataset has shape {tuple(tokens.shape)}, expected ({length},) = (data.seq_length,)"
-        )
     mask, places = sample.get("loss_mask"), sample.get("position_ids")
-    mask = labels != IGNORED if mask is None else mask
+    mask = labels != IGNORED if mask is None else mask.reshape(-1)
+    for name, part in (("tokens", tokens), ("labels", labels), ("loss_mask", mask)):
+        if part.shape != (length,):
+            raise DataError(
+                f"{name} of a sample of the training dataset: shape {tuple(part.shape)}, expected ({length},) = (data.seq_length,)"
+            )
     return {
         "tokens": tokens.long(),
         "labels": labels.long().masked_fill(mask == 0, 0),
@@ -167,6 +169,7 @@ class Corpus:
     """Weights of train, valid and test, as in '98,1,1'."""
     seed: int
     cache: str
+    """Folder of the sample indices of these pairs alone; those of earlier pairs stay beside it until they are deleted."""
     prepared: tuple[Prepared, ...] = ()
     """What was prepared; excludes prefixes given by the user."""
 
@@ -211,8 +214,7 @@ class Corpus:
             blend=(list(prefixes), relative),
             split=whole if self.held_out else self.split,
             tokenizer=self.tokenizer,
-            # the library's own key has the path and no content: other text packed to the same prefix would be read by the old text's index
-            path_to_cache=f"{self.cache}/indices/{on_first_rank(lambda: _index_digest(prefixes))}",
+            path_to_cache=self.cache,
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -221,9 +223,10 @@ class Corpus:
 
 
 def _index_digest(prefixes: Iterable[str]) -> str:
-    """A digest of the pairs' .idx files: with the settings, all that a sample index is computed from."""
+    """A digest of the pairs' .idx files: with the settings, all that a sample index is computed from. Raises DataError for a damaged one."""
     found = hashlib.sha256()
     for prefix in prefixes:
+        lengths_of(prefix)
         with open(f"{prefix}.idx", "rb") as file:
             found.update(hashlib.file_digest(file, "sha256").digest())
     return found.hexdigest()[:24]
@@ -231,8 +234,7 @@ def _index_digest(prefixes: Iterable[str]) -> str:
 
 def _tokens(prefix: str) -> float:
     """Number of tokens of a pair. Raises DataError."""
-    lengths = np.fromfile(f"{prefix}.idx", dtype="<i4", count=pair_index(prefix).sequences, offset=HEADER.size)
-    return float(lengths.sum())
+    return float(lengths_of(prefix).sum())
 
 
 def open_corpus(
@@ -260,7 +262,6 @@ def open_corpus(
         seq_length=seq_length,
         split=split if isinstance(split, str) else ",".join(map(str, split)),
         seed=seed,
-        cache=str(cache_folder(data.get("cache_dir"))),
         **ready,
     )
 
@@ -284,7 +285,9 @@ def _ready(data: Mapping[str, Any], told: ProgressCallback) -> dict[str, Any]:
             shares += [weight * length / sum(lengths) for length in lengths]
     valid, prepared = _prepared(held_out, data, told) if held_out else ((), ())
     found = {"prefixes": tuple(prefixes), "weights": tuple(shares) or None, "held_out": valid}
-    return found | {"prepared": (*done, *prepared)}
+    # the library's own key has the path and no content: other text packed to the same prefix would be read by the old text's index
+    cache = cache_folder(data.get("cache_dir")) / "indices" / _index_digest((*prefixes, *valid))
+    return found | {"prepared": (*done, *prepared), "cache": str(cache)}
 
 
 def _prepared(

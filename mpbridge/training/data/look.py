@@ -120,8 +120,8 @@ class PairIndex:
 
     prefix: str
     sequences: int
-    documents: int
-    """One more than the number of documents: the end of the last one is included."""
+    width: int
+    """Bytes of a token."""
 
     def holds_tokens(self, share: tuple[float, float] | None) -> bool:
         """Whether the sequences of that share of the pair (None: no share) have any token."""
@@ -167,7 +167,22 @@ def pair_index(prefix: str) -> PairIndex:
         raise DataError(
             f"{prefix}.bin has {data:,} bytes, its index requires {wanted:,}: one of them is truncated or of another text; pack the text again"
         )
-    return PairIndex(prefix=prefix, sequences=sequences, documents=documents)
+    return PairIndex(prefix=prefix, sequences=sequences, width=_BYTES[code])
+
+
+def lengths_of(prefix: str) -> Any:
+    """The tokens in each sequence of a pair (an array), after all of its .idx was compared with the .bin. Raises DataError."""
+    import numpy as np
+
+    index, place, end = pair_index(prefix), f"{prefix}.idx", Path(f"{prefix}.bin").stat().st_size
+    lengths = np.fromfile(place, dtype="<i4", count=index.sequences, offset=HEADER.size)
+    starts = np.fromfile(place, dtype="<i8", count=index.sequences, offset=HEADER.size + lengths.nbytes)
+    wrong = np.flatnonzero(np.diff(starts, append=end) != lengths * np.int64(index.width))
+    if len(wrong):
+        raise DataError(
+            f"{place} is damaged: sequence {wrong[0]:,} does not end where the next begins; pack the text again"
+        )
+    return lengths
 
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24

@@ -20,7 +20,7 @@ import numpy as np
 from mpbridge.common.errors import DataError
 from mpbridge.common.files import ProgressCallback, folder_for, text_of
 from mpbridge.settings.huggingface.tokenizers import BYTE
-from mpbridge.training.data.look import Skip, no_text, pair_index, records
+from mpbridge.training.data.look import Skip, lengths_of, no_text, records
 from mpbridge.training.data.sources import identity, is_json_lines, tokenizer
 
 FORMAT = "2"
@@ -247,10 +247,11 @@ def pair(prefix: str) -> dict[str, Any]:
     """The figures of a pair: bytes of its .bin, tokens in its shortest, median and longest sequence ...; reads all of it once. Raises DataError."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    pair_index(prefix)  # the library maps any file without checking it, and cannot release one that it could not read
+    lengths = lengths_of(
+        prefix
+    )  # the library maps any file without checking it, and cannot release one that it could not read
     try:
         index: Any = IndexedDataset(prefix, multimodal=False)
-        lengths = np.array(index.sequence_lengths)
         documents, kind = len(index.document_indices) - 1, np.dtype(index.index.dtype)
         file = Path(f"{prefix}.bin")
         tokens = np.memmap(file, dtype=kind, mode="r") if file.stat().st_size else np.empty(0, dtype=kind)

@@ -255,10 +255,10 @@ def _with_products(engine: Any, products: Mapping[str, Callable[..., torch.Tenso
 
 def _logits(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
     """fp32 log-probabilities [sequences, length, vocabulary]."""
-    engine.emulation.eval_begin()
     inputs = tokens[:, :-1]
     positions = torch.arange(inputs.shape[1]).expand(1, -1)
-    found = [engine.model[0](part[None], positions, None).float().log_softmax(-1) for part in inputs.unbind()]
+    with engine.emulation.evaluating():
+        found = [engine.model[0](part[None], positions, None).float().log_softmax(-1) for part in inputs.unbind()]
     return torch.cat(found)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from mpbridge.backend.engines.base import amaxes_kept
 from mpbridge.common.errors import CheckpointError, Contradiction
 from mpbridge.training.process import with_weights
 from tests.training.checkpoint.test_resume import DELAYED, DIST
@@ -23,6 +26,46 @@ class Evaluates(Hook):
 def test_an_evaluation_changes_nothing_of_the_steps_behind_it(tmp_path):
     # so that a run that resumes from a checkpoint saved before it goes on to the bit
     assert go(run(DELAYED, emulate=True), Evaluates()).losses == go(run(DELAYED, emulate=True)).losses
+
+
+class Interrupts(Hook):
+    """Measures losses behind every step that end in an error."""
+
+    def stepped(self, training, result):
+        batches = iter([next(training.feed.batches("train", 100))])
+        with pytest.raises(StopIteration):
+            training.engine.evaluate(batches, microbatches=2)
+
+
+def test_neither_does_one_that_ends_in_an_error(tmp_path):
+    assert go(run(DELAYED, emulate=True), Interrupts()).losses == go(run(DELAYED, emulate=True)).losses
+
+
+def test_amax_histories_are_put_back_wherever_transformer_engine_keeps_them():
+    def module(**kept):
+        made = torch.nn.Identity()
+        vars(made).update(kept)
+        return made
+
+    # a state of the fuser's operations is named as in ops/op.py of 2.11 and 2.20, one of CustomRecipe has no history (quantization.py of 2.20)
+    tables = [SimpleNamespace(amax_history=torch.ones(3, 2)) for _ in range(3)]
+    chunk = torch.nn.Sequential(
+        module(fp8_meta={"scaling_fwd": tables[0]}),
+        module(_fp8_metas={"forward": {"scaling_fwd": tables[1]}, "backward": None}),
+        module(fp8_meta={"scaling_fwd": SimpleNamespace(amax_history=None)}),
+        module(_fp8_metas=None),
+        module(fp8_meta={}),
+    )
+
+    def evaluate():
+        for table in tables:
+            table.amax_history[0] += 3
+        chunk[4].fp8_meta["scaling_fwd"] = tables[2]  # made by the evaluation
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError, match="in the middle"), amaxes_kept([chunk]):
+        evaluate()
+    assert [table.amax_history[:, 0].tolist() for table in tables] == [[1, 1, 1], [1, 1, 1], [0, 1, 1]]
 
 
 def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):

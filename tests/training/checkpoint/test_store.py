@@ -118,6 +118,14 @@ def test_damage_is_named_and_the_one_before_offered(tmp_path, damage, said):
     assert store.newest_whole(tmp_path).path == before
 
 
+def test_the_same_step_saved_again_is_there_whenever_the_writer_is_killed(tmp_path, monkeypatch):
+    make(tmp_path, 3)
+    monkeypatch.setattr(store, "discard", lambda path: pytest.fail(f"killed while {path.name} is removed"))
+    with pytest.raises(pytest.fail.Exception, match=r"\.dropped-step_00000003"):
+        make(tmp_path, 3)
+    assert [store.check(one.path)["step"] for one in store.saved(tmp_path)] == [3]
+
+
 def test_damage_of_the_only_one_is_said_too(tmp_path):
     made = make(tmp_path, 2)
     truncate(made / "data.distcp")
@@ -134,7 +142,8 @@ def test_a_newest_one_that_is_a_link_is_named_and_not_passed_over(tmp_path):
         link = here / outside.name
         link.symlink_to(outside, target_is_directory=True)
         for section in ({"load": str(here)}, {"save": str(here), "load": str(here)}, {"save": str(here)}):
-            with pytest.raises(CheckpointError, match=rf"{link} is a symbolic link.* \(checkpoint\.load={link}\)"):
+            cures = rf"\(checkpoint\.load={link}\), or remove the link"
+            with pytest.raises(CheckpointError, match=rf"{link} is a symbolic link.* {cures}"):
                 beginning(section)
         assert beginning({"save": str(here), "load": str(link)}) == (link, None)
         link.unlink()

@@ -14,6 +14,7 @@ import torch
 from mpbridge.common.errors import DataError
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.data.batches import FIELDS, Feed
+from mpbridge.training.data.prepare import pair
 
 SEQ = 16
 
@@ -135,7 +136,7 @@ def test_labels_that_are_not_to_be_learned_are_masked_and_others_outside_the_voc
     masked = torch.tensor([0.0] * 8 + [0.5] * 8)
     assert torch.equal(batch(90_000, loss_mask=masked)["loss_mask"][0], masked)
     for label, mask in ((90_000, {}), (-1, {}), (-100, {"loss_mask": torch.ones(SEQ)})):
-        with pytest.raises(DataError, match=rf"label {label} in the data, but model\.vocab_size=320"):
+        with pytest.raises(DataError, match=rf"label {label} in the data, .*has loss_mask=0"):
             batch(label, **mask)
 
 
@@ -147,6 +148,29 @@ def test_tokens_of_another_length_than_the_index_says_are_refused_before_the_fir
     tokens.write_bytes(damage(tokens.read_bytes()))
     with pytest.raises(DataError, match=r"pair\.bin has [\d,]+ bytes, its index requires 3,200"):
         batches(_run(tmp_path, corpus=prefix), "train")
+
+
+@pytest.mark.parametrize("place", [34 + 4 * 3, 34 + 4 * 20 + 8 * 3])
+def test_a_damaged_length_or_place_in_the_middle_of_an_index_is_refused(tmp_path, place) -> None:
+    prefix = _pair(tmp_path / "pair", [[7] * 40] * 20)
+    index = Path(f"{prefix}.idx")
+    content = bytearray(index.read_bytes())
+    content[place + 1] = 77
+    index.write_bytes(content)
+    for reads in (lambda: pair(prefix), lambda: batches(_run(tmp_path, corpus=prefix), "train")):
+        with pytest.raises(DataError, match=r"pair\.idx is damaged: sequence [23] does not end where the next begins"):
+            reads()
+
+
+def test_a_mask_in_a_column_is_one_and_the_part_of_another_length_is_named(tmp_path: Path) -> None:
+    def batch(**parts: torch.Tensor) -> Any:
+        sample = {"tokens": torch.arange(SEQ), "labels": torch.arange(SEQ), **parts}
+        return next(Feed(_run(tmp_path, eval_interval=None), dataset=[sample] * 4).batches("train"))
+
+    assert torch.equal(batch(loss_mask=torch.ones(SEQ, 1))["loss_mask"], torch.ones(2, SEQ))
+    for name in ("tokens", "labels", "loss_mask"):
+        with pytest.raises(DataError, match=rf"{name} of a sample .* shape \(8,\), expected \(16,\)"):
+            batch(**{name: torch.ones(8)})
 
 
 def test_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
