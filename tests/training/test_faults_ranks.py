@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
+import torch
 
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.training.checkpoint import store
@@ -64,13 +67,18 @@ def alone(folder, stages):
     """What each rank does where the second of them sees no checkpoint in the folder, as on a node without that file system."""
     if os.environ["RANK"] == "1":
         store.saved = lambda folder: []
-    made = run(stages or "fp32", world=2, checkpoint={"save": folder, "load": folder}, train={"timeout_minutes": 1})
+        names, resolve = itertools.count(), Path.resolve
+        Path.resolve = lambda path: path / str(next(names)) if torch.distributed.is_initialized() else resolve(path)
+    made = run(
+        stages or "fp32", world=2, iters=3, checkpoint={"save": folder, "load": folder}, train={"timeout_minutes": 1}
+    )
     try:
         print("from", pretrain(made, dataset=Text(), quiet=True).notes["resumed from"], flush=True)
     except MpbridgeError as error:
         print(type(error).__name__, error, flush=True)
 
 
+@pytest.mark.slow
 def test_a_rank_that_sees_no_checkpoint_does_not_begin_anew(tmp_path):
     stages = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
     go(run("fp32", iters=3, train={"global_batch_size": 4}, checkpoint={"save": str(tmp_path)}))

@@ -11,6 +11,7 @@ import torch
 
 from mpbridge.backend.engines.base import amaxes_kept
 from mpbridge.common.errors import CheckpointError, Contradiction
+from mpbridge.training import checkpointer
 from mpbridge.training.process import with_weights
 from tests.training.checkpoint.test_resume import DELAYED, DIST
 from tests.training.survival import Hook, go, run
@@ -186,3 +187,30 @@ def test_an_engine_takes_the_weights_of_a_run_alone(tmp_path):
             assert engine.named_parameters()
     finally:
         stop_process_group()
+
+
+class Wrong(Hook):
+    """Loading leaves one weight as it was initialised."""
+
+    def built(self, training):
+        load = training.engine.load_state
+        parameter = next(iter(training.engine.named_parameters()))[1].detach()
+        before = parameter.clone()
+
+        def other(state, **named):
+            load(state, **named)
+            parameter.copy_(before)
+
+        training.engine.load_state = other
+
+
+def test_what_is_set_otherwise_is_noted_and_every_tensor_is_compared_all_the_same(tmp_path, monkeypatch):
+    go(run("fp32", iters=2, checkpoint={"save": str(tmp_path)}))
+    changed = functools.partial(run, "fp32", iters=3, checkpoint={"load": str(tmp_path)}, optimizer={"clip_grad": 0.5})
+    assert go(changed()).losses.keys() == {3}
+    build = checkpointer.Checkpointer.built
+    monkeypatch.setattr(
+        checkpointer.Checkpointer, "built", lambda self, training: (Wrong().built(training), build(self, training))
+    )
+    with pytest.raises(CheckpointError, match="tensors are not in the run as they were loaded"):
+        go(changed())

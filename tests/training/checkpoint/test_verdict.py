@@ -314,6 +314,16 @@ def test_a_schedule_that_is_none_is_named(checkpoint, odd):
         resume_check.run(parser_of("resume-check").parse_args([str(checkpoint)]))
 
 
+def test_what_decides_an_update_is_compared_between_optimizers_with_the_same_states() -> None:
+    def of(name: str, clip: float) -> Fingerprint:
+        settings = OptimizerFacts(name=name, settings={"clip_grad": clip})
+        return made("fp32", dataclasses.replace(FACTS, optimizer=settings))
+
+    adam, others = of("adam", 1.0), {name: of(name, 0.5) for name in ("torch_adamw", "sgd")}
+    notes = {name: [note for note in verdict(adam, other).notes if "updates" in note] for name, other in others.items()}
+    assert notes == {"torch_adamw": ["other updates: clip_grad 1.0 -> 0.5"], "sgd": []}
+
+
 def test_states_of_other_parameters_are_not_taken_up() -> None:
     plain, frozen = (
         fingerprint("bf16_mixed", resolve(get_mixed_precision_config("bf16_mixed").derive(frozen=globs)), FACTS, {})
