@@ -21,10 +21,10 @@ def refuse_unkept(plan: Plan, core: str | None = None) -> None:
     policy = plan.policy
     if policy is None:
         return
-    fsdp, sharded = _says(plan, "ddp", "megatron_fsdp"), _says(plan, "ddp", "distributed_optimizer")
-    sharded, core = sharded or _says(plan, "optimizer", "distributed_optimizer"), core or current()
+    fsdp, sharded = _says(plan, "ddp", "use_megatron_fsdp"), _says(plan, "ddp", "use_distributed_optimizer")
+    sharded, core = sharded or _says(plan, "optimizer", "use_distributed_optimizer"), core or current()
     stated = policy.precision_aware
-    aware = _says(plan, "optimizer", "precision_aware_optimizer") if stated is None else stated
+    aware = _says(plan, "optimizer", "use_precision_aware_optimizer") if stated is None else stated
     low, alone = policy.compute.short, policy.narrow_alone
     rules = storing_rules(policy, core) if plan.realization == "native" else ""
     rows = (
@@ -52,9 +52,9 @@ def refuse_unkept(plan: Plan, core: str | None = None) -> None:
         raise Refused("; ".join(faults))
 
 
-def _says(plan: Plan, target: str, switch: str) -> bool | None:
+def _says(plan: Plan, target: str, field: str) -> bool | None:
     """A config's switch once the plan is written; None: that config was not given."""
-    field, config = f"use_{switch}", plan.targets.get(target)
+    config = plan.targets.get(target)
     return None if config is None else plan.of(target).get(field, read(config, field)) is True
 
 

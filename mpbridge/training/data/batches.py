@@ -15,7 +15,7 @@ import torch
 from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.backend.engines.contract import Batch
 from mpbridge.common.errors import DataError
-from mpbridge.common.files import ProgressCallback, lock
+from mpbridge.common.files import ProgressCallback, lock, regular
 from mpbridge.common.report.console import rank
 from mpbridge.common.report.progress import bar
 from mpbridge.settings.container import Run
@@ -227,7 +227,7 @@ def _index_digest(prefixes: Iterable[str]) -> str:
     found = hashlib.sha256()
     for prefix in prefixes:
         lengths_of(prefix)
-        with open(f"{prefix}.idx", "rb") as file:
+        with regular(f"{prefix}.idx") as file:
             found.update(hashlib.file_digest(file, "sha256").digest())
     return found.hexdigest()[:24]
 
