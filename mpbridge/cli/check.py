@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, left_batches, left_out, on_target, sizes_of
+from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, left_batches, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer, print_line, print_table, record
@@ -19,6 +19,7 @@ from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
 from mpbridge.planning.certificates import sentence
 from mpbridge.planning.estimate.candidates import line
+from mpbridge.planning.memory.overheads import left_out_of_memory
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         *admission.notes,
         *admission.trackers,
         *([f"{lost} (mpbridge certify)"] if lost else []),
-        *left_out(outlook.facts),
+        *left_out_of_memory(outlook.facts),
     ]
     assumed, others = _assumed(args, made, where), _others(made, where, outlook)
     parts = made, where, outlook, assumed, others, notes
