@@ -17,16 +17,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 VERB = "import sys; from mpbridge.cli.main import main; main({})"
 LIST = VERB.format(["list"])
-CHECK = VERB.format(["check", "--config", "deepseek_v3_671b", "--target", "h100"])
-"""The shipped configuration that takes longest: it does not fit, so that layouts and recipes are searched."""
+CHECK, OTHER = (
+    VERB.format(["check", "--config", name, "--target", "h100"]) for name in ("nemotron_3_super", "deepseek_v3_671b")
+)
+"""The shipped configurations that take longest: they do not fit, so that layouts and recipes are searched."""
 ARMS = {
     "bare interpreter": "pass",
     "import mpbridge": "import mpbridge",
     "mpbridge list": LIST,
     "mpbridge list, again": LIST,
     "mpbridge check": CHECK,
+    "check, DeepSeek-V3": OTHER,
 }
-GOALS = {"import mpbridge": 0.15, "mpbridge list": 0.15, "mpbridge check": 0.5}
+GOALS = {"import mpbridge": 0.15, "mpbridge list": 0.15, "mpbridge check": 0.5, "check, DeepSeek-V3": 0.5}
 """Seconds."""
 
 
@@ -61,7 +64,7 @@ def main() -> int:
         subprocess.run(
             [sys.executable, "-c", f"{code}; {loaded}"], cwd=ROOT, stdout=subprocess.DEVNULL, check=False
         ).returncode
-        for code in (LIST, CHECK)
+        for code in (LIST, CHECK, OTHER)
     )
     print("torch, megatron, numpy " + ("LOADED" if heavy else "not loaded"))
     slow = [name for name, goal in GOALS.items() if statistics.median(seconds[name]) > goal]

@@ -61,6 +61,8 @@ class _Held(NamedTuple):
     """Those that every sum treats alike, together."""
     copies: int
     """Bytes of their copies in low precision."""
+    traffic: float
+    """Bytes per micro-batch of weights and their gradients."""
 
 
 class Bounds:
@@ -80,7 +82,7 @@ class Bounds:
         if key not in self._micro:
             alone = _alone(run)
             at, chunk = Coordinates.of(0, alone.parallel), (_chunk(part),)
-            fixed = Standing(weights=weight_bytes(self.policy, alone, at, chunk), step=(), optimizer=0.0)
+            fixed = Standing(weights=self._held(run, part).traffic, step=(), optimizer=0.0)
             made = work_of(self.policy, alone, at, chunk, fixed)
             parts = scaled(self.machine.name, micro_seconds(alone, made, self.machine), self.using)
             self._micro[key] = sum(parts.values()), host_units(alone, made)
@@ -97,8 +99,8 @@ class Bounds:
     def _count(self, alone: RunFacts, part: Part) -> _Held:
         policy, rests, name = self.policy, resting(self.policy, alone), alone.optimizer.name
         found: dict[object, Share] = {}
-        copies = 0
-        for one, times in counted(policy, alone, Coordinates.of(0, alone.parallel), (_chunk(part),)):
+        copies, at, chunk = 0, Coordinates.of(0, alone.parallel), (_chunk(part),)
+        for one, times in counted(policy, alone, at, chunk):
             weight, (stored, quant) = one.weight, rests(one)
             trained = trained_by(name, one.name, len(weight.shape), policy, alone.versions.megatron_core)
             matrix = weight.shape if name in BESIDE_ADAM else None
@@ -107,7 +109,7 @@ class Bounds:
             found[kind] = first, elements + times * weight.elements
             if quant is not None:
                 copies += times * sum(count * dtype.bytes for _, _, dtype, count in weight_copies(one, quant, alone))
-        return _Held(found, copies)
+        return _Held(found, copies, weight_bytes(policy, alone, at, chunk))
 
     def _stage(self, run: RunFacts, parts: Parts) -> tuple[list[Share], int]:
         """(parameters, bytes of copies) of a stage."""

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.build import divisible
+from mpbridge.planning.memory.identical_layers import layer_kinds
 from mpbridge.planning.memory.layers import rank_weights, unsplit
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -127,9 +129,8 @@ def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
     if "params" in run.traits.shards:
         each /= run.parallel.data
     # layers of one kind have the same weights
-    kinds = [run.shape.parts(layer) for layer in range(run.shape.num_layers)]
-    first = {kind: rank_weights(run, kinds.index(kind)) for kind in set(kinds)}
-    weights = sum(kinds.count(kind) * sum(one.elements for one in found) for kind, found in first.items())
+    kinds = Counter(layer_kinds(policy, run)).items()
+    weights = sum(many * sum(one.elements for one in rank_weights(run, layer)) for layer, many in kinds)
     return weights / run.parallel.pipeline * each
 
 

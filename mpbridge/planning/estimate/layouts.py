@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,19 +82,19 @@ def search(
     if most < 1:
         raise BadValue(f"{most} layouts: expected at least 1")
     tally = Counter[str]() if refused is None else refused
-    pool = _Pool(policy, machine, using or constants(), tally)
+    pool = _Pool(policy, machine, using or constants(), tally, counted=refused is not None)
     for group in groups(run, machine, stated=stated):
         pool.begin(run, group)
     found: dict[tuple[object, ...], Layout] = {}
     tight: dict[tuple[object, ...], Layout] = {}
-    for one in pool.fastest(lambda: len(_beside(found, tight)) >= most):
-        if len(found) == most or (below is not None and one.seconds >= below):
-            break
+    for one in pool.fastest(lambda: len(_beside(found, tight)) >= most, math.inf if below is None else below):
         sizes = _sizes(one.run)
         if sizes in found or _stands(found.values(), one):
             continue
         if isinstance(one, Layout):
             found[sizes] = one
+            if len(found) == most:
+                break
         elif (layout := _judged(one, machine, tally)) is None:
             continue
         elif layout.answer == "tight":
@@ -215,11 +216,13 @@ class _Group(NamedTuple):
 class _Pool:
     """Candidates in the order of their steps; each is priced when the shortest step that it may have is the next."""
 
-    def __init__(self, policy: PrecisionPolicy, machine: Machine, using: Constants, refused: Counter[str]) -> None:
+    def __init__(
+        self, policy: PrecisionPolicy, machine: Machine, using: Constants, refused: Counter[str], *, counted: bool
+    ) -> None:
         self.machine = machine
-        self._policy, self._using, self._refused = policy, using, refused
+        self._policy, self._using, self._refused, self._counted = policy, using, refused, counted
         self.bounds = Bounds(policy, machine, using)
-        self.forbid = set[str]()
+        self.forbid, self._asked = set[str](), False
         self._count = itertools.count()
         self._queue: list[tuple[float, int, int, _Priced | Layout | _Open | _Group]] = []
 
@@ -239,6 +242,14 @@ class _Pool:
 
     def add(self, members: tuple[RunFacts, ...]) -> None:
         """The members of a family that may fit in memory."""
+        if members and not self._counted:
+            # a known rule costs less than the memory, and which of both refuses a candidate is not told
+            if not self._asked:  # what forbids the first family's last, with recomputation, forbids many
+                _forbids(self._policy, members[-1], self.forbid)
+                self._asked = True
+            members = tuple(run for run in members if not _forbids(self._policy, run, self.forbid, every=False))
+        if not members:
+            return
         family, full = _Family(self._policy, members, self.bounds), set[str]()
         for run in members:  # micro-batches grow
             again = recomputation(run)
@@ -251,16 +262,15 @@ class _Pool:
             except MpbridgeError as error:
                 self._refused[error.line] += 1
 
-    def fastest(self, sure: Callable[[], bool]) -> Iterator[_Priced | Layout]:
-        """The shortest step of those that are left, until none is. sure: whether only those are wanted that fit for certain."""
-        while self._queue:
+    def fastest(self, sure: Callable[[], bool], below: float) -> Iterator[_Priced | Layout]:
+        """The shortest step of those that are left and take fewer seconds than `below`, until none is. sure: whether only those are wanted that fit for certain."""
+        while self._queue and self._queue[0][0] < below:
             *_, one = heapq.heappop(self._queue)
             if isinstance(one, Layout):
                 yield one
             elif isinstance(one, _Group):
                 for outline in one.outlines:
-                    if found := members(self._policy, one.asked, self.machine, outline):
-                        self.add(found)
+                    self.add(members(self._policy, one.asked, self.machine, outline))
             elif one.best == "does not fit" or (one.best == "tight" and sure()):
                 self._refused[MEMORY] += 1
             elif isinstance(one, _Priced):

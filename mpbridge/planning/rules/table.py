@@ -52,9 +52,14 @@ def rules() -> tuple[Rule, ...]:
 def broken(policy: PrecisionPolicy, run: RunFacts, among: Collection[str] | None = None) -> tuple[Violation, ...]:
     """Every broken rule, errors before warnings, each group in table order. among: only of the rules with these ids."""
     case = Case(policy=policy.settled(dict(run.optimizer.settings)), run=run)
-    asked = rules() if among is None else [rule for rule in rules() if rule.id in among]
+    asked = rules() if among is None else _among(frozenset(among))
     seen = [violation for rule in asked if (violation := _judge(rule, case)) is not None]
     return tuple(sorted(seen, key=lambda violation: violation.severity != "error"))
+
+
+@functools.lru_cache(maxsize=64)  # a search asks for the same few of thousands of runs
+def _among(ids: frozenset[str]) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules() if rule.id in ids)
 
 
 def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:

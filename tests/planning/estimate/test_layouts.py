@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+from collections import Counter
 
 import pytest
 
@@ -13,9 +14,10 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
 from mpbridge.common.machines import machine
 from mpbridge.planning.capability import ASSUMED
+from mpbridge.planning.estimate.bounds import FamilyBounds
 from mpbridge.planning.estimate.candidates import families, line, placement
 from mpbridge.planning.estimate.constants import read_machine
-from mpbridge.planning.estimate.layouts import nearest, search
+from mpbridge.planning.estimate.layouts import _Pool, nearest, search
 from mpbridge.planning.estimate.predict import estimate, timing
 from mpbridge.planning.memory.by_role import memory, verdict
 from mpbridge.planning.memory.ranks import parse_layout
@@ -354,3 +356,23 @@ def test_a_line_names_what_differs_also_where_the_files_batch_does_not_divide_th
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("1: "))
     assert "parallel.tensor_model_parallel_size=" in line
     assert "pipeline_model_parallel_layout" not in line
+
+
+def test_a_search_asks_no_bytes_of_what_a_known_rule_forbids(monkeypatch):
+    policy, facts = facts_of("nemotron_3_super", 64)
+    counted = search(policy, facts, H100, most=2, refused=Counter())
+    asked = []
+    exceeds = FamilyBounds.exceeds
+    monkeypatch.setattr(FamilyBounds, "exceeds", lambda self, run, most: asked.append(run) or exceeds(self, run, most))
+    assert counted == search(policy, facts, H100, most=2)
+    # megatron-core's hybrids have no virtual stages; the first family is asked for before any rule is known
+    assert asked
+    assert not [run for run in asked if run.parallel.virtual_pipeline]
+
+
+def test_a_search_below_a_time_looks_at_nothing_slower(monkeypatch):
+    policy, facts = facts_of("llama3_8b", 16)
+    best, priced = search(policy, facts, H100, most=1)[0].seconds, []
+    monkeypatch.setattr(_Pool, "price", lambda self, run, *_: priced.append(run))
+    assert not search(policy, facts, H100, most=1, below=best / 2)
+    assert not priced
