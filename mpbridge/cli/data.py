@@ -11,7 +11,7 @@ from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.common.report.progress import bar
-from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
+from mpbridge.settings.huggingface.tokenizers import BYTE, BYTE_VOCABULARY, is_factory, tokenizer_files
 from mpbridge.training.admission import place_fault
 from mpbridge.training.data.sources import fetch, find
 
@@ -99,7 +99,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.tokenizer == BYTE:
-        return {"name": BYTE, "tokens": 259, "end of text": 256, "padding": 257}
+        return {"name": BYTE, "tokens": BYTE_VOCABULARY, "end of text": 256, "padding": 257}
     if is_factory(args.tokenizer):
         raise BadValue(f"--tokenizer {args.tokenizer}: this tokenizer is code, which inspect does not run")
     fetch(args.tokenizer)

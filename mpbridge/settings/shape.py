@@ -9,12 +9,10 @@ from typing import Any
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import MOST, PARTS, SIZES, ModelShape, Parallel
 from mpbridge.planning.memory.ranks import virtual_stages
-from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
+from mpbridge.settings.huggingface.tokenizers import BYTE, BYTE_VOCABULARY, is_factory, tokenizer_files
 from mpbridge.settings.huggingface.written import mixtures
 from mpbridge.settings.sections import GPT, LORA, LORA_TARGETS, YARN
 
-BYTE_VOCABULARY = 259
-"""The built-in tokenizer's: 256 bytes, end of document, padding, begin of sequence."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 

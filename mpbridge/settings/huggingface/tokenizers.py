@@ -14,6 +14,8 @@ from mpbridge.settings.huggingface.folder import CONFIG, PREFIX, read_json_file
 
 BYTE = "byte"
 """The built-in tokenizer."""
+BYTE_VOCABULARY = 259
+"""256 bytes, then end of document (256), padding (257) and begin of sequence (258)."""
 FILE = "tokenizer.json"
 LIBRARY = "tokenizers"
 """The package that encodes."""

@@ -28,7 +28,7 @@ from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, rea
 from mpbridge.training.checkpoint.writer import RankWrite, indexed, staged, write_common
 
 if TYPE_CHECKING:
-    from mpbridge.training.base import Training  # which imports this package
+    from mpbridge.training.base import Counters, Training  # which imports this package
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +116,10 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False, weigh
             return _strangers_weights(training, place, path, reset=reset)
         answer = judge(found, training.run, path, reset=reset)
         with _explained(path, None), Contents(place) as contents:
-            plain, weights_only = {} if weights_alone else _run_state(contents), answer.kind == "weights only"
+            plain, weights_only = (
+                {} if weights_alone else _run_state(contents, training.counters),
+                answer.kind == "weights only",
+            )
             own = of_run(training.run)
             names = ("policy", "realization", "engine", "parallel", "distributed", "optimizer")
             others = [name for name in names if getattr(found, name) != getattr(own, name)]
@@ -214,14 +217,14 @@ def _together() -> Iterator[None]:
         raise error or CheckpointError("another rank failed to read its part of the checkpoint; see that rank's output")
 
 
-def _run_state(contents: Contents) -> Mapping[str, Any]:
+def _run_state(contents: Contents, counted: Counters) -> Mapping[str, Any]:
     """A checkpoint's counters, schedule and data position, checked for plausibility. Raises CheckpointError naming the file."""
     file, found = contents.folder / STATE, contents.common().get("run")
     parts = ("counters", "scheduler", "data")
     if not isinstance(found, Mapping) or not all(isinstance(found.get(name), Mapping) for name in parts):
         raise CheckpointError(f"{file} has no counters: it was not written by mpbridge")
     counters, data = found["counters"], found["data"]
-    names = set(_COUNTERS)
+    names = {field.name for field in dataclasses.fields(counted)}
     if set(counters) != names:
         raise CheckpointError(f"{file} counts {sorted(map(str, counters))[:8]}, expected {sorted(names)}")
     numbers = counters | {
@@ -238,10 +241,6 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
     if not isinstance(data.get("mark"), str):
         raise CheckpointError(f"{file}: data.mark is not text")
     return found
-
-
-_COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
-"""Names of the fields of training.base.Counters."""
 
 
 def _take_up(training: Training, contents: Contents, *, weights_only: bool, exactly: bool = False) -> None:

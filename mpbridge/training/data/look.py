@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, DataError, MpbridgeError
-from mpbridge.settings.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
+from mpbridge.settings.huggingface.tokenizers import BYTE, BYTE_VOCABULARY, LIBRARY, is_factory, tokenizer_files
 from mpbridge.settings.training import SPLITS, entries_of, split_shares
 from mpbridge.training.data.sources import EXTRA, READ, Sources, is_json_lines, located
 
@@ -194,7 +194,8 @@ def tokenizer_faults(data: Mapping[str, Any], rows: int) -> tuple[list[str], lis
     name = data["tokenizer"]
     if name == BYTE or is_factory(name):
         # code is not run just to learn its vocabulary size
-        return ([too_small(rows, 259)] if name == BYTE and rows < 259 else []), []
+        small = name == BYTE and rows < BYTE_VOCABULARY
+        return ([too_small(rows, BYTE_VOCABULARY)] if small else []), []
     try:
         files = tokenizer_files(name, data["end_of_text"])
     except MpbridgeError as error:

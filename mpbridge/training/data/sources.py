@@ -18,6 +18,7 @@ from mpbridge.common.errors import DataError, MpbridgeError
 from mpbridge.common.shipped import install
 from mpbridge.settings.huggingface.tokenizers import (
     BYTE,
+    BYTE_VOCABULARY,
     FILE,
     LIBRARY,
     TokenizerFiles,
@@ -137,8 +138,6 @@ def _prefix(item: str) -> str | None:
     return stem if Path(f"{stem}.bin").is_file() and Path(f"{stem}.idx").is_file() else None
 
 
-BYTE_VOCABULARY = 259
-"""256 bytes, then end of document (256), padding (257) and begin of sequence (258)."""
 FETCHED = [FILE, "tokenizer_config.json", "special_tokens_map.json", "config.json"]
 """Files of a repository that make up a tokenizer; none of them is code."""
 

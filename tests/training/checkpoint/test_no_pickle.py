@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mpbridge.common.errors import CheckpointError
+from mpbridge.training.base import Counters
 from mpbridge.training.checkpoint import io, store, writer
 from mpbridge.training.checkpoint.format import COMMON, INDEX, METADATA, STATE, decoded, encoded
 from mpbridge.training.checkpoint.reader import Contents
@@ -44,7 +45,7 @@ def look(place):
     """What a load does before it touches the engine."""
     io._look(place)
     with Contents(place) as contents:
-        io._run_state(contents)
+        io._run_state(contents, Counters())
         for name in contents.index.objects:
             contents.object(type("Asked", (), {"unique_key": name, "data": None}))
 
