@@ -211,7 +211,10 @@ def _block_scales(quantizer: Any, shape: Sequence[int], columnwise: bool) -> tup
 
 
 def _block(quantizer: Any, shape: Shape) -> tuple[Copy, Copy]:
-    columns = shape if is_compact(quantizer) else _turned(shape)
+    compact = is_compact(quantizer)
+    if getattr(quantizer, "all_gather_usage", False) and quantizer.columnwise_usage and not compact:
+        raise RuntimeError("Compact columnwise format is not supported for 128x128 2D block scaling.")
+    columns = shape if compact else _turned(shape)
     return (
         ("rowwise", shape, _block_scales(quantizer, shape, False), 0),
         ("columnwise", columns, _block_scales(quantizer, shape, True), 0),

@@ -28,6 +28,21 @@ def test_a_gemm_without_the_transpose_that_it_needs_fails() -> None:
         multiply(a, rows(torch.randn(32, 16, dtype=torch.bfloat16)), "NN")
 
 
+def test_a_square_block_has_no_compact_column_copy() -> None:
+    made = te.Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2)
+    if not hasattr(made, "all_gather_usage"):
+        pytest.skip("releases after 2.11 have no compact copies")
+    x, made.all_gather_usage = torch.randn(128, 256, dtype=torch.bfloat16), True
+    with pytest.raises(RuntimeError, match="Compact columnwise format is not supported for 128x128 2D block scaling"):
+        made(x)
+    made.set_usage(rowwise=True, columnwise=False)
+    rows = made(x)
+    made.all_gather_usage = False
+    ready = made(x)
+    assert torch.equal(rows._rowwise_data, ready._rowwise_data)
+    assert torch.equal(rows._rowwise_scale_inv, ready._rowwise_scale_inv)
+
+
 def test_a_state_from_a_file_sets_no_more_of_a_module_than_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """`set_extra_state` updates `fp8_meta` with whatever it is given: recipes and buffers of the module could be replaced by a file's values."""
     monkeypatch.setenv(extra_state.PICKLES_ALLOWED, "1")
