@@ -255,7 +255,7 @@ class Hook:
     """Base class of hooks; every method does nothing unless overridden. All ranks call the same methods in the same order."""
 
     def built(self, training: Training) -> None:
-        """The engine is built and no step was done: load, or audit. Called again when a schedule rebuilds the engine."""
+        """The engine is built and no step was done: load, or audit. Called again when a schedule or a rollback rebuilds the engine."""
 
     def started(self, training: Training) -> None:
         """The run is about to take its next step for the first time."""

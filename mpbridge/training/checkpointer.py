@@ -115,9 +115,8 @@ class Checkpointer(Hook):
             if training.stop is not None:
                 training.say("nothing was saved: checkpoint.save is not set")
             return
-        # a rollback in the last step moved the place in the data, which the checkpoint does not have; one into another stage is not written over,
-        # since this stage's engine does not keep all of its states
-        if training.counters.iteration != self.saved_at or (training.moved and training.next_run is None):
+        # a rollback in the last step moved the place in the data, which the checkpoint does not have
+        if training.counters.iteration != self.saved_at or training.moved:
             self.save(training, background=False)
         if training.stop is not None:
             training.notes["go on with"] = line = resume_line(self.folder, reset=self.reset)
@@ -158,12 +157,17 @@ class Checkpointer(Hook):
         if entry is None:
             return ""
         kept = {name: getattr(training.counters, name) for name in ("consumed", "tokens", "skipped", "nonfinite")}
+        before = training.run
+        if (stage := Stages(before).other(before, entry.step)) is not None:
+            _build(training, stage)
         answer = checkpoint.load(training, entry.path)
         self._moment = answer.second_moment
         for name, value in kept.items():
             setattr(training.counters, name, value)
         training.moved = True
         self.saved_at = training.counters.iteration
+        if stage is not None:
+            _record_switch(training, before, answer)
         return entry.path.name + _lost(answer)
 
     def _seal(self) -> None:
@@ -313,15 +317,14 @@ class Stages(Hook):
         self.spans = spans_of(run) if len(run.stages) > 1 else ()
         self.runs = [stage_run(run, span.index) for span in self.spans]
 
+    def other(self, now: Run, done: int) -> Run | None:
+        """The run of the stage that the step after step `done` is in; None if that is `now`, or there is none."""
+        wanted = next((self.runs[span.index] for span in self.spans if span.holds(done)), now)
+        return wanted if (wanted.recipe, wanted.policy) != (now.recipe, now.policy) else None
+
     def stepped(self, training: Training, result: Any) -> None:
-        """Sets `training.next_run` after the last step of a stage (also if a rollback went back past a switch)."""
-        done = training.counters.iteration
-        index = next((span.index for span in self.spans if span.holds(done)), None)
-        if index is None:
-            return
-        wanted, now = self.runs[index], training.run
-        if (wanted.recipe, wanted.policy) != (now.recipe, now.policy):
-            training.next_run = wanted
+        """Sets `training.next_run` after the last step of a stage."""
+        training.next_run = self.other(training.run, training.counters.iteration) or training.next_run
 
 
 def switch(training: Training) -> None:
@@ -334,14 +337,23 @@ def switch(training: Training) -> None:
     folder = on_first_rank(lambda: store.room(before, "switch"))
     try:
         place = checkpoint.save(training, folder).finish()
-        training.engine.close()
-        training.run, training.next_run = after, None
-        training.engine = build_engine(after)
-        training.scheduler = scheduler(after, training.engine.optimizer)
+        _build(training, after)
         answer = checkpoint.load(training, place)
     finally:
         on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
-    done, old, new = training.counters.iteration, before.recipe, after.recipe
+    _record_switch(training, before, answer)
+
+
+def _build(training: Training, run: Run) -> None:
+    """Closes the engine and builds that of `run`, whose state is to be loaded; the loop shows it to the hooks."""
+    training.engine.close()
+    training.run, training.next_run = run, None
+    training.engine = build_engine(run)
+    training.scheduler = scheduler(run, training.engine.optimizer)
+
+
+def _record_switch(training: Training, before: Run, answer: Verdict) -> None:
+    done, old, new = training.counters.iteration, before.recipe, training.run.recipe
     text = f"step {done}: {old} -> {new}: {answer.kind}{_lost(answer)}"
     record(training, "recipe", text, before=old, after=new, verdict=answer.kind, lost=list(answer.lost))
     training.notes[f"recipe from step {done + 1}"] = new

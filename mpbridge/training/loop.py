@@ -133,7 +133,7 @@ class EmulationNotes(Hook):
 class _Steps:
     def __init__(self, training: Training, hooks: Hooks) -> None:
         run = training.run
-        self.training, self.hooks = training, hooks
+        self.training, self.hooks, self.engine = training, hooks, training.engine
         self.total = train_iters(run.train)
         self.global_batch = int(run.train["global_batch_size"])
         self.rank, self.ranks = data_parallel()
@@ -166,8 +166,7 @@ class _Steps:
         while counters.iteration < self.total and training.stop is None:
             if training.next_run is not None:
                 switch(training)
-                self.hooks.built(training)
-                self.hooks.started(training)
+                self._show_engine()
             if training.moved:
                 stream, training.moved = training.feed.batches("train", counters.consumed, self.rank, self.ranks), False
             self._step(stream, log, interval)
@@ -191,6 +190,7 @@ class _Steps:
         if training.progress is not None and training.progress.due(at):
             training.progress.step(at, line(result, meter, counters))
         self.hooks.stepped(training, result)
+        self._show_engine()
         log.track({"iteration": at, **training.measured})
         training.measured = {}
         if (every := training.run.train.get("exit_interval")) and at % int(every) == 0 and at < self.total:
@@ -198,6 +198,13 @@ class _Steps:
         # always measure after the last step, so that the summary describes the final weights
         if self.eval_iters and self.eval_interval and (at % self.eval_interval == 0 or at == self.total):
             self._evaluate(log)
+
+    def _show_engine(self) -> None:
+        """Hooks see the engine that a switch, or a rollback past one, has built in the place of theirs."""
+        if self.engine is not self.training.engine:
+            self.engine = self.training.engine
+            self.hooks.built(self.training)
+            self.hooks.started(self.training)
 
     def _evaluate(self, log: MetricsLog) -> None:
         """The held-out loss on the same samples every time: a curve of the model, not sampling noise."""

@@ -120,22 +120,42 @@ def test_stages_that_do_not_fit_the_run_are_refused():
         go(run([{"recipe": "fp32", "until": 200}, {"recipe": "bf16_mixed"}]))
 
 
-def test_a_rollback_past_a_switch_says_what_it_loses(tmp_path):
+class Scales(Hook):
+    """Recipe and loss scale of every step, and the calls that come with another engine."""
+
+    def __init__(self):
+        self.seen, self.built_for = [], []
+
+    def built(self, training):
+        self.built_for.append(training.run.recipe)
+
+    def stepping(self, training):
+        self.seen.append((training.run.recipe, float(training.engine.optimizer.get_loss_scale())))
+
+
+def test_a_rollback_past_a_switch_loses_nothing(tmp_path):
     stages = [{"recipe": "fp16_mixed", "initial_loss_scale": 4096.0, "until": 4}, {"recipe": "bf16_mixed"}]
     kept, log = {"save": str(tmp_path / "kept"), "save_interval": 3}, {"log_dir": str(tmp_path)}
-    go(run(stages, train={"nonfinite": "rollback 1"}, checkpoint=kept, logger=log), Poison(6))
+    scales = Scales()
+    watch = go(run(stages, train={"nonfinite": "rollback 1"}, checkpoint=kept, logger=log), scales, Poison(6))
     events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
     (text,) = [event["text"] for event in events if event["event"] == "rollback"]
-    assert "rolled back to step_00000003 (lost: the dynamic loss scale and its counters)" in text
+    assert "rolled back to step_00000003, continuing" in text
+    assert scales.built_for == ["fp16_mixed", "bf16_mixed"] * 2
+    assert [scale for recipe, scale in scales.seen if recipe == "fp16_mixed"] == [4096.0] * 5
+    assert watch.summary.consumed_samples == 9 * 4
 
 
-def test_a_rollback_past_a_switch_in_the_step_that_ends_the_run_writes_over_no_exact_checkpoint(tmp_path):
+def test_a_rollback_past_a_switch_in_the_step_that_ends_the_run_keeps_the_place_in_the_data(tmp_path):
     stages = [{"recipe": "fp16_mixed", "initial_loss_scale": 4096.0, "until": 4}, {"recipe": "bf16_mixed"}]
     kept = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 3}
-    go(run(stages, iters=8, train={"nonfinite": "rollback 1", "exit_interval": 6}, checkpoint=kept), Poison(6))
+    train = {"nonfinite": "rollback 1", "exit_interval": 6}
+    watch = go(run(stages, iters=8, train=train, checkpoint=kept), Poison(6))
+    assert watch.summary.consumed_samples == 6 * 4
     place = store.locate(tmp_path)
     assert (place.name, read_fingerprint(place).recipe) == ("step_00000003", "fp16_mixed")
     assert '"grad_scaler"' in (place / "state.json").read_text()
+    assert go(run(stages, iters=8, checkpoint=kept)).summary.consumed_samples == (6 + 5) * 4
 
 
 def test_a_schedule_begins_with_the_weights_of_another_program(tmp_path):
