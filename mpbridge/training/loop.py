@@ -33,6 +33,7 @@ from mpbridge.settings.training import microbatches, train_iters
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.training.admission import preflight, require_admission, settings_of, write_precision
 from mpbridge.training.base import Counters, Hook, Hooks, Meter, Summary, Training, line, scheduler
+from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpointer import Checkpointer, Nonfinite, Stages, anchored, at_stage, check_stages, switch
 from mpbridge.training.data.batches import Feed
 from mpbridge.training.process import Signals, data_parallel, explained, process_group, process_settings
@@ -75,6 +76,7 @@ def _pretrain(
         stack.enter_context(explained())
         for message in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
             tell(out, message)
+        on_first_rank(partial(_claim, run, stack))
         agree(run.policy)  # at the stage that this rank found in the checkpoint
         for stage in run.stages:
             agree(stage.policy)
@@ -94,6 +96,12 @@ def _pretrain(
         write_timing(run, steps.meter, steps.folder)
         out.print(table("summary", ("", ""), summary.rows()))
     return summary
+
+
+def _claim(run: Run, stack: ExitStack) -> None:
+    """Keeps other runs from writing among this one's lines. Raises CheckpointError naming the run that does."""
+    if folder := run.logger.get("log_dir"):
+        stack.enter_context(store.claim(Path(folder), setting="logger.log_dir", name=store.LOGGER))
 
 
 def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:

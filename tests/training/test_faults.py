@@ -241,6 +241,27 @@ def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_pa
     assert sorted(go(run(iters=2, checkpoint=kept)).losses) == [1, 2]
 
 
+def test_a_second_job_writes_no_lines_among_those_of_the_first(tmp_path):
+    log, lines = {"log_dir": str(tmp_path)}, tmp_path / "metrics.jsonl"
+    made = tmp_path / "precision.json"
+    with forked(go, run(iters=1000, logger=log)) as first:
+        while not (lines.exists() and lines.stat().st_size):
+            assert first.process.is_alive()
+            time.sleep(0.02)
+        began, text = made.stat().st_mtime_ns, lines.read_text()
+        said = rf"process {first.pid} on .* is saving its run to {tmp_path}: .*choose another logger\.log_dir"
+        with pytest.raises(CheckpointError, match=said):
+            go(run("fp32", logger=log))
+        assert made.stat().st_mtime_ns == began
+        assert lines.read_text().startswith(text)
+        os.kill(first.pid, signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+    kept = {"save": str(tmp_path), "load": str(tmp_path)}
+    for steps in (2, 3):
+        go(run(iters=steps, checkpoint=kept, logger=log))
+    assert [json.loads(line)["iteration"] for line in lines.read_text().splitlines()] == [1, 2, 3]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run's folder with checkpoints behind steps 2 and 4."""
