@@ -258,13 +258,13 @@ class Hook:
         """The engine is built and no step was done: load, or audit. Called again when a schedule or a rollback rebuilds the engine."""
 
     def started(self, training: Training) -> None:
-        """The run is about to take its next step for the first time."""
+        """The run is about to take its first step with this engine."""
 
     def stepping(self, training: Training) -> None:
         """A step is about to be taken."""
 
     def stepped(self, training: Training, result: StepResult) -> None:
-        """A step is finished and counted; result.applied tells whether weights were updated."""
+        """A step is finished and counted; result.applied tells whether weights were updated. An engine that a rollback has just built is shown by `built` and `started` after this."""
 
     def evaluating(self, training: Training) -> None:
         """The held-out loss is about to be measured."""

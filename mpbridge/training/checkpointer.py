@@ -352,8 +352,14 @@ def _build(training: Training, run: Run) -> None:
     training.scheduler = scheduler(run, training.engine.optimizer)
 
 
+_FROM = "recipe from step "
+
+
 def _record_switch(training: Training, before: Run, answer: Verdict) -> None:
     done, old, new = training.counters.iteration, before.recipe, training.run.recipe
     text = f"step {done}: {old} -> {new}: {answer.kind}{_lost(answer)}"
     record(training, "recipe", text, before=old, after=new, verdict=answer.kind, lost=list(answer.lost))
-    training.notes[f"recipe from step {done + 1}"] = new
+    # a rollback undoes the switches that it passes
+    for later in [note for note in training.notes if note.startswith(_FROM) and int(note.removeprefix(_FROM)) > done]:
+        del training.notes[later]
+    training.notes[f"{_FROM}{done + 1}"] = new

@@ -232,7 +232,7 @@ def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_pa
     with forked(train, tmp_path, 1000, 0.05, None) as first:
         first.wait_for("step 1")
         holder = rf"process {first.pid} on {re.escape(socket.gethostname())}"
-        with pytest.raises(CheckpointError, match=f"{holder} is saving its run"):
+        with pytest.raises(CheckpointError, match=f"{holder} is writing its run"):
             go(run(checkpoint=kept))
         os.kill(first.pid, signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
@@ -249,7 +249,7 @@ def test_a_second_job_writes_no_lines_among_those_of_the_first(tmp_path):
             assert first.process.is_alive()
             time.sleep(0.02)
         began, text = made.stat().st_mtime_ns, lines.read_text()
-        said = rf"process {first.pid} on .* is saving its run to {tmp_path}: .*choose another logger\.log_dir"
+        said = rf"process {first.pid} on .* is writing its run to {tmp_path}: .*choose another logger\.log_dir"
         with pytest.raises(CheckpointError, match=said):
             go(run("fp32", logger=log))
         assert made.stat().st_mtime_ns == began

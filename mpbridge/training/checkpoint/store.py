@@ -1,8 +1,7 @@
 """Checkpoint folders on disk: written under a temporary name, sealed by checksums and a rename, pruned, and found again. Loads no framework.
 
 A folder of checkpoints has a `step_00000120/` for each one and `latest`, a text file that names the newest. Checkpoints being written are
-named `.partial-...` and those being removed `.dropped-...`, so every `step_...` is complete; `.replaced-step_...` is one whose step is saved again,
-until the new one has its name. `.writer` names the run that saves there.
+named `.partial-...` and those being removed `.dropped-...`, so every `step_...` is complete. `.writer` names the run that saves there.
 Whatever lies there may be a stranger's: links are not followed, and only regular files are opened.
 """
 
@@ -41,7 +40,7 @@ AuditMark = Literal["good", "suspect", "unaudited"]
 """The audit's result on the state in a checkpoint."""
 LAST_STEP = 1 << 40
 """Upper bound of a run's steps; a larger number is invalid."""
-_NAME = re.compile(r"^(?:\.replaced-)?step_(\d{8,})$")
+_NAME = re.compile(r"^step_(\d{8,})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +60,9 @@ def saved(folder: Path) -> list[Saved]:
     """Every sealed checkpoint in `folder`, newest first; links are not followed."""
     if not folder.is_dir():
         return []
-    # `.replaced-step_...` sorts before `step_...`, which takes its place
-    folders = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
-    found = {int(match[1]): entry for entry in folders if (match := _NAME.match(entry.name))}
-    return [Saved(step=step, path=found[step]) for step in sorted(found, reverse=True)]
+    folders = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
+    found = ((entry, _NAME.match(entry.name)) for entry in folders)
+    return sorted((Saved(step=int(match[1]), path=entry) for entry, match in found if match), key=lambda s: -s.step)
 
 
 def offered(folder: Path) -> list[Saved]:
@@ -105,10 +103,10 @@ def claim(folder: Path, *, setting: str = "checkpoint.save", name: str = WRITER)
         stream = lock(folder / name, wait=False)
     except Locked as other:
         raise CheckpointError(
-            f"{other.holder or 'another process'} is saving its run to {folder}: wait for it, stop it, or choose another {setting}"
+            f"{other.holder or 'another process'} is writing its run to {folder}: wait for it, stop it, or choose another {setting}"
         ) from None
     except OSError as error:
-        why = f"{setting}={folder}: {error.strerror or error} (expected a folder, or a path where one can be created)"
+        why = f"{setting}={folder}: {name}: {error.strerror or error} (expected a folder that this user may write to, or a path where one can be created)"
         raise CheckpointError(why) from None
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -162,16 +160,15 @@ def _has(path: Path, audit: AuditMark) -> bool:
 
 def set_aside(folder: Path, *, after: int) -> list[Path]:
     """Renames checkpoints after step `after`, so that they are not mistaken for the newest of a run that continues from there; returns the new paths."""
-    newer = [entry for entry in saved(folder) if entry.step > after]
-    return [one.path.rename(folder / f"aside-{name_of(one.step)}-{secrets.token_hex(4)}") for one in newer]
+    newer = [entry.path for entry in saved(folder) if entry.step > after]
+    return [path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")) for path in newer]
 
 
 def begin(folder: Path, step: int) -> Path:
     """A new empty folder to write the checkpoint of `step` into; leftovers of killed writers are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {one.path for one in saved(folder)}
-    for pattern in (".partial-*", ".dropped-*", ".replaced-*", ".switch-*", ".converted-*", f".{LATEST}-*"):
-        for leaving in {*folder.glob(pattern)} - kept:
+    for pattern in (".partial-*", ".dropped-*", ".switch-*", ".converted-*", f".{LATEST}-*"):
+        for leaving in folder.glob(pattern):
             discard(leaving)
     # a random name, so that an orphan of a killed run that is still writing cannot reach this folder
     partial = folder / f".partial-{name_of(step)}-{secrets.token_hex(4)}"
@@ -199,13 +196,12 @@ def seal(
     for directory in {partial, *(file.parent for file in files)}:
         _sync(directory)
     folder, final = partial.parent, partial.parent / name_of(step)
-    old = folder / f".replaced-{final.name}"
-    if os.path.lexists(final):  # the same step saved again, after a rollback
-        final.rename(old)
+    old = _away(final) if os.path.lexists(final) else None  # the same step saved again, after a rollback
     partial.rename(final)
     _sync(folder)
     write_whole(folder / LATEST, final.name + "\n")
-    discard(old)
+    if old is not None:
+        discard(old)
     return final
 
 
