@@ -125,7 +125,7 @@ def balanced(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
     mine = counts[self.local_expert_indices[0] : self.local_expert_indices[-1] + 1]
     self.num_out_tokens = routed
     self.input_splits, self.output_splits = each, [sum(mine)] * self.ep_size
-    self.output_splits_tp = [sum(mine) * self.ep_size] * self.tp_size
+    self.output_splits_tp = torch.tensor([sum(mine) * self.ep_size] * self.tp_size, device="cpu")  # read with tolist()
     self.num_global_tokens_per_local_expert = torch.tensor([mine] * (self.ep_size * self.tp_size), device="cpu")
     Chosen.count = routed
     return torch.tensor([count * self.ep_size * self.tp_size for count in mine], device="cpu")

@@ -64,6 +64,18 @@ STEPS = {
             "parallel.expert_model_parallel_size=2",
         ],
     ),
+    "experts split over tensor ranks": (
+        "moe_tiny",
+        4,
+        [0],
+        [
+            *NARROW,
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "parallel.expert_tensor_parallel_size=2",
+            "parallel.expert_model_parallel_size=2",
+        ],
+    ),
     "prediction ahead in two ranks": ("gpt_tiny", 2, [0], [*NARROW, "model.mtp_num_layers=2"]),
     "Mamba layers": (
         "nemotron_h_tiny",
@@ -88,6 +100,14 @@ def test_a_step_issues_what_the_list_says(case):
         assert one.products > 10
         assert one.step == ()
         assert one.ok
+
+
+def test_a_step_with_the_dispatcher_that_counts_tokens_by_value_is_refused_by_name():
+    run = run_of("moe_tiny", 2, *NARROW, "model.moe_token_dispatcher_type=allgather")
+    with pytest.raises(
+        BadValue, match=r"--step with dispatcher allgather: .* model\.moe_token_dispatcher_type=alltoall"
+    ):
+        simulate(run, [0], step=True)
 
 
 def test_a_rank_of_a_large_world_equals_the_prediction_to_the_byte():
