@@ -1,5 +1,6 @@
 """A recipe on Megatron Bridge's container: its three configs are megatron-core's own; the container here has the attributes of Bridge's."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,18 @@ def test_the_plan_names_what_bridge_overrides_or_drops(h100):
     assert "comm_overlap decides ddp.overlap_grad_reduce" in told
     assert "checkpoints of this run cannot be loaded again" in told
     assert "fp8_param_gather=false" in told
+
+
+def test_fsdp_said_in_dist_alone_is_planned_as_fsdp():
+    from mpbridge.backend.megatron.bridge_container import container_plan
+
+    dist = SimpleNamespace(use_torch_fsdp2=False, use_megatron_fsdp=True)
+    ddp = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    alone, both = container(dist=dist, ddp=ddp), container(dist=dist, ddp=copy.copy(ddp))
+    both.ddp.use_megatron_fsdp = True
+    with playing(machine("h100"), ASSUMED):  # its own main copy: another field of Megatron-FSDP
+        assert str(container_plan(alone, "full_bf16")) == str(container_plan(both, "full_bf16"))
+    assert alone.ddp.use_megatron_fsdp is False
 
 
 def test_an_authors_values_can_be_kept_from_being_overridden():

@@ -1,5 +1,6 @@
 """Megatron Bridge's ConfigContainer: a recipe on its three configs, judged by the rules, with nothing left that Bridge would write over it."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -60,10 +61,11 @@ def container_plan(container: Any, recipe: AnyRecipe) -> ContainerPlan:
     if left := [f"mixed_precision.{name}=null" for name in GLOBS if getattr(policy, name)]:
         what = "keep_fp32 and frozen need the built model, and Bridge builds it itself and does neither"
         raise Refused(f"{what}: {' '.join(left)}, or mpbridge's own engines")
-    made = plan(
-        policy, model=container.model, optimizer=container.optimizer, ddp=container.ddp, after=getattr(container, _RECEIPT, None)
-    )  # fmt: skip
-    _, warnings = require_here(policy, _facts(container, policy, made))
+    with _sharded_as_bridge_will(container):
+        made = plan(
+            policy, model=container.model, optimizer=container.optimizer, ddp=container.ddp, after=getattr(container, _RECEIPT, None)
+        )  # fmt: skip
+        _, warnings = require_here(policy, _facts(container, policy, made))
     return ContainerPlan(plan=made, bridge=tuple(_bridges(container, policy, recipe)), warnings=warnings)
 
 
@@ -75,13 +77,28 @@ def apply(container: Any, recipe: AnyRecipe, *, on_conflict: Literal["warn", "er
     Raises Refused with every rule that this machine, megatron-core or Bridge's loop breaks, Conflict, UpstreamRefused, UnknownName, BadValue.
     """
     made = container_plan(container, recipe)
-    receipt = apply_plan(made.plan, on_conflict=on_conflict)
+    with _sharded_as_bridge_will(container):
+        receipt = apply_plan(made.plan, on_conflict=on_conflict)
     container.mixed_precision = None
     setattr(container, _RECEIPT, receipt)
     if os.environ.get("RANK", "0") == "0":
         for line in (*made.bridge, *(f"{one.rule}: {one.found}; cure: {one.cure}" for one in made.warnings)):
             log.warning("Megatron Bridge: %s", line)
     return made
+
+
+@contextlib.contextmanager
+def _sharded_as_bridge_will(container: Any) -> Iterator[None]:
+    """dist.use_megatron_fsdp stands in ddp meanwhile: Bridge copies it there after this call (training/config.py validate), and fields of a recipe depend on it."""
+    engine, said = _engine(container), getattr(container.ddp, "use_megatron_fsdp", False)
+    if engine == DEFAULT or said:
+        yield
+        return
+    container.ddp.use_megatron_fsdp = True
+    try:
+        yield
+    finally:
+        container.ddp.use_megatron_fsdp = said
 
 
 def _engine(container: Any) -> str:
