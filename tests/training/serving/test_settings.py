@@ -88,6 +88,7 @@ Change = Callable[[dict[str, Any], dict[str, Any]], object]
 FOREIGN: list[tuple[str, str, str, Change]] = [
     ("compressed-tensors before scale_dtype", CT, "nvfp4", lambda c, g: g["weights"].pop("scale_dtype")),
     ("for both operands", CT, "mxfp8", lambda c, g: [g[one].pop("scale_dtype") for one in ("weights", "input_activations")]),
+    ("blocks in words", CT, "blockwise", lambda c, g: g["weights"].update(block_structure="128x128")),
     ("SGLang's scale_fmt", "mxfp8", "mxfp8", lambda c, g: c["quantization_config"].update(scale_fmt="ue8m0", fmt="e4m3")),
     ("ModelOpt's MXFP8", MO, "mxfp8", lambda c, g: c["quantization_config"].pop("group_size")),
     ("how a folder is loaded", CT, "mxfp8", lambda c, g: c["quantization_config"].update(run_compressed=True)),
