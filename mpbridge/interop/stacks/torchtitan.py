@@ -18,7 +18,7 @@ from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import sharded_torch as native
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
 from mpbridge.interop.stacks.meaning import updated_itself, with_quant
-from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
+from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields, short
 from mpbridge.interop.stacks.reading import Reader, imported, options_of, raise_faults, unknown_of
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
@@ -215,7 +215,7 @@ def _converted(converters: list[Any], read: Reader) -> Quant | None:
         if word in _EXPERTS:
             experts = _EXPERTS[word]
         elif word not in LINEARS:
-            lost = f"a converter that its text does not determine: {getattr(one, 'text', one)}"
+            lost = f"a converter that its text does not determine: {short(one)}"
             read.cannot(f"{word}: no setting of a recipe" if word else lost)
         else:
             said = one.attributes
@@ -245,15 +245,20 @@ def _covers_gate(said: Mapping[str, Any]) -> bool:
     return named(covered) if told else not named(left)
 
 
+def _name(one: Any) -> str:
+    """A module's name, or the expression that gives it when the file runs."""
+    return one if isinstance(one, str) else short(one)
+
+
 def _filters(word: str, said: Mapping[str, Any], read: Reader) -> None:
     """Notes the modules that a converter covers; mpbridge covers the linears of the layers."""
     covered, left = said.get("fqns"), said.get("filter_fqns")
     computed = isinstance(covered, (Unknown, SourceObject))
-    listed = [str(one) for one in covered] if isinstance(covered, list) else [str(covered)]
+    listed = [_name(one) for one in covered] if isinstance(covered, list) else [_name(covered)]
     # every linear of a layer: 'layers', or PARTS, also in the wording of torchtitan's own configurations
     own = sorted(one.removesuffix(".w").removeprefix("moe.") for one in listed)
     every = covered == ["layers"] or own == ["attention", "feed_forward", "shared_experts"]
-    others = [str(one) for one in left or [] if one not in ("lm_head", GATE)] if isinstance(left, list) else []
+    others = [_name(one) for one in left or [] if one not in ("lm_head", GATE)] if isinstance(left, list) else []
     read.note_rows(
         ("cannot_express", said.get("emulate") is True, f"{word}: emulate=True computes torchao's tensorwise default regardless of its recipe"),
         ("cannot_express", computed, f"{word}: {_TAIL}"),
