@@ -69,7 +69,7 @@ NAMED = {
     "Delayed scaling does not support moe_act and layernorm": {"delayed-scaling-with-selective-recompute"},
     "supported only for SwiGLU": {"activation-store-needs-swiglu"},
     "does not support moe_router_padding_for_quantization": {"router-padding-dispatcher"},
-    "only supported with adam": {"precision-aware-needs-adam"},
+    "only supported with adam": {"precision-aware-needs-adam", "optimizer-that-the-engine-does-not-build"},
     "only supported with distributed optimizer": {"precision-aware-needs-distributed-optimizer"},
     "can only be fp32 when not using precision-aware": {"states-need-precision-aware", "optimizer-section-states-need-precision-aware", "fp16-parameters-alone",
                                                         "fp4-weights-stored"},  # there the policy is precision-aware by itself
