@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     where, made = asked(args)
     outlook = where.outlook(made)
     facts = outlook.facts
-    mine = outlook.memory if args.rank is None else memory(made.policy, facts, rank=args.rank)
+    mine = outlook.memory  # refuses what no rank could hold, whichever is asked for
+    mine = mine if args.rank is None else memory(made.policy, facts, rank=args.rank)
     other = reference(made, where)
     compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
     pipeline = facts.parallel.pipeline

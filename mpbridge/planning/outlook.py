@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.errors import BadValue, MpbridgeError, Refused
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables import GIB
@@ -71,8 +71,11 @@ class Outlook:
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes of the fullest rank. Raises BadValue if layers cannot be divided as requested."""
-        return memory(self.policy, self.facts)
+        """Bytes of the fullest rank. Raises Refused if layers cannot be divided as requested."""
+        try:
+            return memory(self.policy, self.facts)
+        except BadValue as error:
+            raise self._unless_valid(error) from None
 
     @cached_property
     def answer(self) -> str:
@@ -89,15 +92,22 @@ class Outlook:
 
     @cached_property
     def fit(self) -> Fit | None:
-        """Whether the fullest rank fits, and what would make it fit; None: the machine is not a GPU. Raises BadValue as `memory` does."""
+        """Whether the fullest rank fits, and what would make it fit; None: the machine is not a GPU. Raises Refused as `memory` does."""
         return fit(self.policy, self.facts, self.machine, self.memory) if self.machine.gpu else None
 
     @cached_property
     def time(self) -> Estimate:
-        """The predicted step. Raises Refused if the machine does not run the recipe natively, BadValue if the run cannot be priced."""
+        """The predicted step. Raises Refused if the machine does not run the recipe natively or sizes do not divide, BadValue if the run cannot be priced."""
         if self.machine.gpu:
             refuse_unless_native(self.policy, self.machine, self.facts.versions)
-        return estimate(self.policy, self.facts, None, self.using)
+        try:
+            return estimate(self.policy, self.facts, None, self.using)
+        except BadValue as error:
+            raise self._unless_valid(error) from None
+
+    def _unless_valid(self, error: BadValue) -> MpbridgeError:
+        """`error`, as a refusal where a rule forbids the run: `check` answers no, and so does every verb that shows a part of it."""
+        return Refused(str(error)) if self.errors else error
 
     @cached_property
     def no_answer(self) -> str:

@@ -201,7 +201,7 @@ _HALVES: tuple[PrecisionField, ...] = (
     _row("model", "moe_router_dtype", _router, "the router's arithmetic", None, knob="moe_router_dtype", compared_as_text="'fp32' and 'fp64'"),
 )  # fmt: skip
 _LOW: tuple[PrecisionField, ...] = (
-    _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None),
+    _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None, knob="fp8", turns=lambda f, v: f.policy.quant is None and isinstance(v, str)),
     _row("model", "fp8_recipe", _of("fp8", "row.core", "delayed"), "how FP8 scales are chosen", "delayed"),
     _row("model", "fp8_param", _of("fp8", "stored", False), "weights stored in FP8", False, knob="fp8_param", turns=_storage_turns),
     _row("model", "fp8_quantizer_factory", _of("fp8", "factory", None), "for the custom FP8 recipe only", None),

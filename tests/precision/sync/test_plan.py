@@ -61,6 +61,7 @@ def test_what_megatron_core_derived_is_no_conflict() -> None:
 WITHOUT_LINE = ("quant_recipe", "preserve_fp32_weights", "fp4_param_gather", "fp4_param")
 KEEPERS = [row for row in TABLE if row.knob is not None and row.field not in WITHOUT_LINE]
 OTHERS = {
+    "fp8": "e4m3",
     "pipeline_dtype": DType.FP32, "autocast_dtype": DType.FP16, "moe_router_dtype": "fp64", "fp8_amax_compute_algo": "max", "loss_scale": 64.0, "main_params_dtype": DType.FP16,
     "main_grads_dtype": DType.BF16, "exp_avg_dtype": DType.FP16, "exp_avg_sq_dtype": DType.FP16, "initial_loss_scale": 2.0**20, "min_loss_scale": 4.0,
     "loss_scale_window": 50.0, "hysteresis": 5, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2, "fp8_margin": 3, "fp8_amax_history_len": 16,
