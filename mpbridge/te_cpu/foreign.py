@@ -1,7 +1,7 @@
 """What a third-party CUDA-only script or test run needs besides Transformer Engine to run on a CPU.
 
 It adjusts the environment and changes none of their files: a substitute for `triton`, which Megatron-LM imports unguarded; the
-compiled index helper of the installed megatron-core, instead of building it in a source tree; Apex's fused weight gradient; `typing.override` on
+compiled index helper of the installed megatron-core, instead of building it in a source tree; Apex's fused weight gradient and LayerNorm; `typing.override` on
 Python 3.11; spawned processes that play the same machine.
 """
 
@@ -17,7 +17,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mpbridge.common.errors import Refused
 from mpbridge.common.probe import free_port
 from mpbridge.common.upstream import replaced
 from mpbridge.te_cpu.loading import restored
-from mpbridge.te_cpu.module import APEX, make_apex
+from mpbridge.te_cpu.module import make_apex
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import caller
 
@@ -147,15 +147,21 @@ def _stand_in_for_triton() -> list[str]:
             getattr(utilities, question)()
     with contextlib.suppress(Exception):
         importlib.import_module("torch._inductor.runtime.triton_compat")
-    for name in _TRITON:
-        made = _Triton(name)
+    return _put(map(_Triton, _TRITON))
+
+
+def _put(modules: Iterable[types.ModuleType]) -> list[str]:
+    """Puts modules, parents first, into sys.modules as packages in which nothing else is found; their names."""
+    names = []
+    for made in modules:
+        names.append(made.__name__)
         made.__path__ = []
-        made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        sys.modules[name] = made
-        parent, _, child = name.rpartition(".")
+        made.__spec__ = importlib.machinery.ModuleSpec(made.__name__, None, is_package=True)
+        sys.modules[made.__name__] = made
+        parent, _, child = made.__name__.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, made)
-    return list(_TRITON)
+    return names
 
 
 class _HelperFinder:
@@ -220,9 +226,8 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
     connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts require. own_port: this process is not part of its parent's world.
     """
     made = _stand_in_for_triton()
-    if importlib.util.find_spec(APEX) is None:
-        sys.modules[APEX] = make_apex()
-        made.append(APEX)
+    # an installed Apex stays whole
+    made += _put([one for one in make_apex() if importlib.util.find_spec(one.__name__.partition(".")[0]) is None])
     finders: list[Any] = [_HelperFinder(), _UtilsFinder()]
     sys.meta_path[:0] = finders
     added = [] if hasattr(typing, "override") else [(typing, "override", lambda method: method)]

@@ -1,5 +1,6 @@
 """What a played GPU answers where torch's CPU build would answer otherwise: expected values are those of a machine with one GPU, by torch's documentation."""
 
+import importlib
 import inspect
 import logging
 import pickle
@@ -222,6 +223,96 @@ def test_the_weight_gradients_gemm_adds_and_rounds_once() -> None:
         assert not seen.operations, "an audit sees no operation of a compiled extension"
         # one rounding of the sum: half a unit in the last place of BF16 at 1,000 is 2
         torch.testing.assert_close(main.double(), (exact + 1000).to(dtype).double(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("saving", [False, True], ids=["keeps the input", "keeps the output"])
+def test_apexs_layer_norm_is_within_its_roundings_of_fp64(dtype: torch.dtype, saving: bool) -> None:
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction as Norm
+
+    torch.manual_seed(5)
+    x = (torch.randn(3, 4, 64) * 2 + 1).to(dtype).requires_grad_()
+    weight = (1 + torch.rand(64)).to(dtype).requires_grad_()
+    bias = torch.randn(64).to(dtype).requires_grad_()
+    grad = torch.randn(3, 4, 64).to(dtype)
+    with Seen() as seen:
+        y = Norm.apply(x, weight, bias, torch.Size([64]), 1e-5, saving)
+        seen.operations.clear()  # autograd's own
+        y.backward(grad)
+    assert not [name for name in seen.operations if "sum" in name or "mul" in name], "one kernel"
+    assert y.dtype == dtype
+    leaves = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
+    exact = torch.nn.functional.layer_norm(leaves[0], (64,), leaves[1], leaves[2], 1e-5)
+    exact.backward(grad.double())
+    half = torch.finfo(dtype).eps / 2
+    fp32 = 64 * torch.finfo(torch.float32).eps
+    """Of sums over 64 values and their factors, relative to the values' size."""
+    scaled = (exact - leaves[2]).abs()
+    # the normalized value, its product with the weight and the sum are each rounded to half a unit in the last place
+    bound = half * (2 * scaled + exact.abs()) * (1 + 4 * half) + fp32 * (scaled + leaves[2].abs())
+    assert ((y.double() - exact).abs() <= bound).all()
+    # what comes back of the output is the normalized value times the weight, less the rounding of three operations
+    hat = scaled / leaves[1]
+    off = bound / leaves[1] if saving else torch.zeros_like(hat)
+    g, size = grad.double().abs(), leaves[1].detach()
+    inverse = torch.rsqrt(x.double().var(-1, correction=0, keepdim=True) + 1e-5)
+    whole = inverse * (g * size + (g * size).mean(-1, keepdim=True) + hat * (g * size * hat).mean(-1, keepdim=True))
+    moved = inverse * (off * (g * size * hat).mean(-1, keepdim=True) + (hat + off) * (g * size * off).mean(-1, keepdim=True))  # fmt: skip
+    rows = (0, 1)
+    limits = (
+        (x, leaves[0], moved, whole),
+        (weight, leaves[1], (g * off).sum(rows), (g * hat).sum(rows)),
+        (bias, leaves[2], 0 * size, g.sum(rows)),
+    )
+    for found, wanted, shifted, total in limits:
+        assert found.grad is not None
+        assert found.grad.dtype == dtype
+        assert wanted.grad is not None
+        allowed = shifted + fp32 * total + half * (wanted.grad.abs() + shifted + fp32 * total)
+        assert ((found.grad.double() - wanted.grad).abs() <= allowed).all()
+
+
+def test_apexs_layer_norm_keeps_a_weight_away_from_zero_as_its_kernel_does() -> None:
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction as Norm
+
+    def gradient(first: float, saving: bool) -> torch.Tensor:
+        weight = torch.tensor([first, 1.0, 1.0, 1.0], requires_grad=True)
+        x = torch.tensor([[1.0, 2.0, 4.0, 9.0]])
+        Norm.apply(x, weight, torch.zeros(4), (4,), 0.1, saving).sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    assert gradient(0.0, False)[0] != 0
+    assert gradient(0.0, True)[0] == 0, "nothing of the input is left in the output"
+    # 0.1 in place of 0.05: half of it comes back
+    torch.testing.assert_close(gradient(0.05, True)[0], gradient(0.05, False)[0] / 2)
+    with pytest.raises(RuntimeError, match=r"found torch.bfloat16, .*torch.float32, 4.*: cast them"):
+        Norm.apply(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), torch.ones(4), (4,), 1e-5)
+    with pytest.raises(RuntimeError, match=r"\[8\]"):
+        Norm.apply(torch.ones(2, 4), torch.ones(8), torch.ones(8), (8,), 1e-5)
+
+
+@pytest.mark.parametrize("part", ["optimizers", "multi_tensor_apply", "contrib.layer_norm.layer_norm", "amp"])
+def test_the_rest_of_apex_is_not_installed(part: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"No module named 'apex.{part.split('.')[0]}'"):
+        importlib.import_module(f"apex.{part}")
+    with pytest.raises(ModuleNotFoundError, match="amp_C"):
+        importlib.import_module("amp_C")
+    with pytest.raises(ImportError, match="FusedRMSNorm"):
+        from apex.normalization.fused_layer_norm import FusedRMSNormAffineFunction  # noqa: F401
+
+
+def test_apexs_layer_norm_lets_megatron_cores_local_layers_split_the_sequence() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import LNImpl
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "persist_layer_norm": True}
+    norm = LNImpl(TransformerConfig(**sizes, **split, memory_efficient_layer_norm=True), 32)
+    assert norm.weight.sequence_parallel
+    assert not norm.persist_layer_norm, "Apex's other kernel is not installed"
+    x = torch.randn(6, 2, 32)
+    torch.testing.assert_close(norm(x), torch.nn.functional.layer_norm(x, (32,)))
 
 
 def test_an_attention_row_without_a_key_is_zero_in_the_kernel_and_the_mean_beside_it() -> None:
