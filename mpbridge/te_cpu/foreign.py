@@ -8,6 +8,7 @@ Python 3.11; spawned processes that play the same machine.
 import contextlib
 import functools
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
@@ -136,8 +137,8 @@ class _Triton(types.ModuleType):
         return _Name(f"{self.__name__}.{attribute}")
 
 
-def _stand_in_for_triton() -> list[str]:
-    """Names put into sys.modules; none if triton is installed."""
+def _stand_in_for_triton() -> list[types.ModuleType]:
+    """The modules; none if triton is installed."""
     if importlib.util.find_spec("triton") is not None:
         return []
     # torch checks for triton once and caches the answer, which must be "no"
@@ -147,21 +148,35 @@ def _stand_in_for_triton() -> list[str]:
             getattr(utilities, question)()
     with contextlib.suppress(Exception):
         importlib.import_module("torch._inductor.runtime.triton_compat")
-    return _put(map(_Triton, _TRITON))
+    return [*map(_Triton, _TRITON)]
 
 
-def _put(modules: Iterable[types.ModuleType]) -> list[str]:
-    """Puts modules, parents first, into sys.modules as packages in which nothing else is found; their names."""
-    names = []
-    for made in modules:
-        names.append(made.__name__)
-        made.__path__ = []
-        made.__spec__ = importlib.machinery.ModuleSpec(made.__name__, None, is_package=True)
-        sys.modules[made.__name__] = made
-        parent, _, child = made.__name__.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, made)
-    return names
+class _StandIns(importlib.abc.Loader):
+    """Finds modules, given parents first, where nothing else is found: a package that is installed stays whole, and None in `sys.modules` closes one."""
+
+    def __init__(self, made: Iterable[types.ModuleType]) -> None:
+        self.made = {one.__name__: one for one in made}
+        for name, one in self.made.items():
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(self.made[parent], child, one)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        parent = name.rpartition(".")[0]
+        ours = name in self.made and sys.modules.get(parent) is self.made.get(parent)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return self.made[spec.name]
+
+    def exec_module(self, module: Any) -> None:
+        """It is whole."""
+
+    def forget(self) -> None:
+        """Takes them, and nothing in their place, out of `sys.modules`."""
+        for name, one in self.made.items():
+            if sys.modules.get(name) is one:
+                del sys.modules[name]
 
 
 class _HelperFinder:
@@ -225,11 +240,9 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
 
     connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts require. own_port: this process is not part of its parent's world.
     """
-    made = _stand_in_for_triton()
-    # an installed Apex stays whole
-    made += _put([one for one in make_apex() if importlib.util.find_spec(one.__name__.partition(".")[0]) is None])
-    finders: list[Any] = [_HelperFinder(), _UtilsFinder()]
-    sys.meta_path[:0] = finders
+    missing = _StandIns([*_stand_in_for_triton(), *make_apex()])
+    finders: list[Any] = [_HelperFinder(), _UtilsFinder(), missing]
+    sys.meta_path[:] = [*finders[:2], *sys.meta_path, missing]
     added = [] if hasattr(typing, "override") else [(typing, "override", lambda method: method)]
     try:
         with replaced(*added), restored((*_WORLD, _MADE_UP, "CUDA_DEVICE_MAX_CONNECTIONS")):
@@ -239,8 +252,7 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
             with _children_play():
                 yield
     finally:
-        for name in made:
-            sys.modules.pop(name, None)
+        missing.forget()
         for finder in finders:
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)

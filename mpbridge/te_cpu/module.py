@@ -75,7 +75,7 @@ def _accumulate_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, m
 
 class FusedLayerNormAffineFunction(torch.autograd.Function):
     """LayerNorm over the trailing axes `normalized_shape` of FP32, FP16 or BF16: statistics and gradients in FP32; normalized, scaled and shifted
-    values are each rounded to that dtype. Raises RuntimeError for another dtype, or for a weight or bias of another dtype or shape than the input's.
+    values are each rounded to 16 bits; Apex's own FP32, built with --use_fast_math, may differ in the last bits. Raises RuntimeError for another dtype, or for a weight or bias of another dtype or shape than the input's.
 
     memory_efficient: keeps the output in place of the input; a weight of zero then gets no gradient.
     Source: csrc/layer_norm_cuda_kernel.cu of NVIDIA's Apex, 6424da3b.

@@ -1,6 +1,7 @@
 """What is said where Transformer Engine is missing, incomplete, unknown or asked to play something that does not exist. Needs no wheel."""
 
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -216,3 +217,62 @@ def test_a_process_has_another_port_than_the_one_that_its_parent_made_up(monkeyp
             assert os.environ["MASTER_PORT"] == "4321", "a launcher's"
         assert os.environ["MASTER_PORT"] == "4321"
     assert dict(os.environ) == before
+
+
+CLOSED_APEX = """
+import sys
+from mpbridge.te_cpu import foreign
+foreign._stand_in_for_triton = list  # an import of seconds
+with foreign.foreign_code():
+    sys.modules["apex"] = None
+    from megatron.core.models.bert import bert_lm_head
+    from megatron.core.models.gpt import gpt_layer_specs
+    print(bert_lm_head.LNImpl.__name__, gpt_layer_specs.LNImpl.__name__)
+print(sys.modules["apex"])
+"""
+
+
+def test_a_script_that_closes_apex_has_torchs_norms() -> None:
+    """The language model's layers ask for `apex`, BERT's head for the class alone."""
+    command = [sys.executable, "-W", "ignore", "-c", CLOSED_APEX]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.split() == ["WrappedTorchNorm", "WrappedTorchNorm", "None"], done.stderr[-2000:]
+
+
+def test_apex_that_was_closed_before_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sitecustomize or a conftest."""
+    from mpbridge.te_cpu.foreign import foreign_code
+
+    monkeypatch.setattr("mpbridge.te_cpu.foreign._stand_in_for_triton", list)
+    monkeypatch.setitem(sys.modules, "apex", None)
+    with foreign_code():
+        for name in ("apex", "apex.normalization", "apex.normalization.fused_layer_norm"):
+            with pytest.raises(ModuleNotFoundError):
+                importlib.import_module(name)
+    assert sys.modules["apex"] is None
+
+
+def test_apex_goes_with_the_block_and_an_installed_one_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mpbridge.te_cpu.foreign import foreign_code
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] in ("apex", "fused_weight_gradient_mlp_cuda")]
+
+    monkeypatch.setattr("mpbridge.te_cpu.foreign._stand_in_for_triton", list)
+    with foreign_code():
+        importlib.import_module("apex.normalization.fused_layer_norm")
+        importlib.import_module("fused_weight_gradient_mlp_cuda")
+        assert len(loaded()) == 4
+    assert loaded() == []
+    assert importlib.util.find_spec("apex") is None
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with foreign_code():
+        theirs = importlib.import_module("apex")
+        assert theirs.__file__ == str(tmp_path / "apex/__init__.py")
+        with pytest.raises(ModuleNotFoundError, match=r"apex\.normalization"):
+            importlib.import_module("apex.normalization")
+    assert sys.modules.pop("apex") is theirs

@@ -292,6 +292,70 @@ def test_apexs_layer_norm_keeps_a_weight_away_from_zero_as_its_kernel_does() -> 
         Norm.apply(torch.ones(2, 4), torch.ones(8), torch.ones(8), (8,), 1e-5)
 
 
+def test_apexs_layer_norm_rounds_three_times() -> None:
+    """By hand: the variance is 5, so the normalized values are 1.2 and 0.4, and the last bits are 1/128 and 1/512, of the sums 2/128 and 2/512.
+
+    154/128 (of 153.6) x 131/128 = 157.6/128, so 158/128 + 101/128 = 259/128, even is 260/128; rounded once it is 258.2/128, so 258/128.
+    205/512 (of 204.8) x 129/128 = 206.6/512, so 207/512 + 52/512 = 259/512, even is 260/512; rounded once it is 258.4/512, so 258/512.
+    """
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction as Norm
+
+    x, weight, bias, wanted = (
+        torch.tensor([row], dtype=torch.bfloat16)
+        for row in (
+            [-3.0, -1.0, 1.0, 3.0],
+            [131 / 128, 129 / 128, 129 / 128, 131 / 128],
+            [-101 / 128, -52 / 512, 52 / 512, 101 / 128],
+            [-260 / 128, -260 / 512, 260 / 512, 260 / 128],
+        )
+    )
+    assert torch.equal(Norm.apply(x, weight[0], bias[0], (4,), 1.25), wanted)
+
+
+@pytest.mark.parametrize("saving", [False, True], ids=["keeps the input", "keeps the output"])
+def test_apexs_layer_norms_gradient_by_weights_near_zero_is_its_kernels(saving: bool) -> None:
+    """`clamp_by_magnitude` stands in the first term, and where the normalized value is had from the output; the two sums have the weight itself."""
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction as Norm
+
+    eps, n = 0.1, 5
+    x, weight, bias, grad = [1.0, 2.0, 4.0, 9.0, -3.0], [0.0, -0.05, 0.05, -2.0, 1.0], [0.5, -0.25, 1.0, 0.75, -0.5], [1.0, -2.0, 3.0, 0.5, -1.5]  # fmt: skip
+    mean = sum(x) / n
+    inverse = (sum((one - mean) ** 2 for one in x) / n + eps) ** -0.5
+    hat = [(one - mean) * inverse for one in x]
+    clamped = [0.1, -0.1, 0.1, -2.0, 1.0]
+    if saving:
+        hat = [one * w / away for one, w, away in zip(hat, weight, clamped, strict=True)]
+        second = sum(g * one * away for g, one, away in zip(grad, hat, clamped, strict=True))
+    else:
+        second = sum(g * one * w for g, one, w in zip(grad, hat, weight, strict=True))
+    first = sum(g * w for g, w in zip(grad, weight, strict=True))
+    wanted = [
+        inverse / n * (n * g * away - first - one * second) for g, away, one in zip(grad, clamped, hat, strict=True)
+    ]
+    leaf = torch.tensor([x], requires_grad=True)
+    Norm.apply(leaf, torch.tensor(weight), torch.tensor(bias), (n,), eps, saving).backward(torch.tensor([grad]))
+    torch.testing.assert_close(leaf.grad, torch.tensor([wanted]), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("saving", [False, True], ids=["keeps the input", "keeps the output"])
+def test_apexs_layer_norm_over_two_axes_is_torchs(saving: bool) -> None:
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction as Norm
+
+    torch.manual_seed(6)
+    shape = (3, 4)
+    given = torch.randn(2, 5, *shape), 1 + torch.rand(shape), torch.randn(shape)
+    grad = torch.randn(2, 5, *shape)
+    ours, exact = (
+        [one.detach().to(dtype).requires_grad_() for one in given] for dtype in (torch.float32, torch.float64)
+    )
+    y = Norm.apply(*ours, shape, 1e-5, saving)
+    wanted = torch.nn.functional.layer_norm(exact[0], shape, exact[1], exact[2], 1e-5)
+    y.backward(grad)
+    wanted.backward(grad.double())
+    for found, right in zip((y, *(one.grad for one in ours)), (wanted, *(one.grad for one in exact)), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("part", ["optimizers", "multi_tensor_apply", "contrib.layer_norm.layer_norm", "amp"])
 def test_the_rest_of_apex_is_not_installed(part: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=f"No module named 'apex.{part.split('.')[0]}'"):
