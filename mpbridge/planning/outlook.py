@@ -22,6 +22,9 @@ from mpbridge.planning.rules.gemm_shapes import Misfit, lint
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.policy import PrecisionPolicy
 
+_DIVIDE = {"layers-do-not-divide", "sizes-do-not-divide"}
+"""Rules that a run breaks which can be neither counted nor priced."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
@@ -103,11 +106,11 @@ class Outlook:
         try:
             return estimate(self.policy, self.facts, None, self.using)
         except BadValue as error:
-            raise self._unless_valid(error) from None
+            raise (self._unless_valid(error) if self.machine.peak else error) from None
 
     def _unless_valid(self, error: BadValue) -> MpbridgeError:
-        """`error`, as a refusal where a rule forbids the run: `check` answers no, and so does every verb that shows a part of it."""
-        return Refused(str(error)) if self.errors else error
+        """`error`, as a refusal where sizes do not divide: `check` answers no, and so does every verb that shows a part of it."""
+        return Refused(str(error)) if {one.rule for one in self.errors} & _DIVIDE else error
 
     @cached_property
     def no_answer(self) -> str:

@@ -55,6 +55,7 @@ def test_every_verb_has_what_the_entry_asks_for():
 
 ANSWERS = [
     ([], 2, "usage: mpbridge"),
+    (["estimate", "parallel.pipeline_model_parallel_size=3"], 2, "no rates"),
     (["--version"], 0, "mpbridge 0"),
     (["help", "memory"], 0, "--stages"),
     (["help", "memory", "more"], 2, "expected one command"),

@@ -247,6 +247,8 @@ def _covers_gate(said: Mapping[str, Any]) -> bool:
 
 def _name(one: Any) -> str:
     """A module's name, or the expression that gives it when the file runs."""
+    if isinstance(one, SourceObject):
+        return f"{short(one)}(...)"
     return one if isinstance(one, str) else short(one)
 
 

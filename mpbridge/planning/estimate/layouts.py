@@ -78,7 +78,7 @@ def search(
 
     Candidates are taken from the shortest step that they may have (`Bounds`): few are priced, and of these few are held against bytes and rules.
     stated: the author set whether the optimizer is distributed, so it is not changed. below: only steps of fewer seconds.
-    refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested."""
+    refused: gets the number of candidates by what refuses them, of those that were looked at before the last layout was found. Raises BadValue if fewer than one layout is requested."""
     if most < 1:
         raise BadValue(f"{most} layouts: expected at least 1")
     tally = Counter[str]() if refused is None else refused
@@ -242,12 +242,8 @@ class _Pool:
 
     def add(self, members: tuple[RunFacts, ...]) -> None:
         """The members of a family that may fit in memory."""
-        if members and not self._counted:
-            # a known rule costs less than the memory, and which of both refuses a candidate is not told
-            if not self._asked:  # what forbids the first family's last, with recomputation, forbids many
-                _forbids(self._policy, members[-1], self.forbid)
-                self._asked = True
-            members = tuple(run for run in members if not _forbids(self._policy, run, self.forbid, every=False))
+        if not self._counted:
+            members = self._permitted(members)
         if not members:
             return
         family, full = _Family(self._policy, members, self.bounds), set[str]()
@@ -261,6 +257,14 @@ class _Pool:
                     self.put(_Open(run, family), family.bounds.least_seconds(run))
             except MpbridgeError as error:
                 self._refused[error.line] += 1
+
+    def _permitted(self, members: tuple[RunFacts, ...]) -> tuple[RunFacts, ...]:
+        """The members that no known rule forbids, which costs less than their bytes. Not asked where refusals are counted: there memory is named first."""
+        if members and not self._asked:
+            self._asked = True
+            # every rule; what forbids the first family's last, with recomputation, forbids many
+            _forbids(self._policy, members[-1], self.forbid)
+        return tuple(run for run in members if not _forbids(self._policy, run, self.forbid, every=False))
 
     def fastest(self, sure: Callable[[], bool], below: float) -> Iterator[_Priced | Layout]:
         """The shortest step of those that are left and take fewer seconds than `below`, until none is. sure: whether only those are wanted that fit for certain."""

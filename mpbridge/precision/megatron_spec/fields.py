@@ -201,7 +201,7 @@ _HALVES: tuple[PrecisionField, ...] = (
     _row("model", "moe_router_dtype", _router, "the router's arithmetic", None, knob="moe_router_dtype", compared_as_text="'fp32' and 'fp64'"),
 )  # fmt: skip
 _LOW: tuple[PrecisionField, ...] = (
-    _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None, knob="fp8", turns=lambda f, v: f.policy.quant is None and isinstance(v, str)),
+    _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None, knob="fp8", turns=lambda f, v: f.policy.quant is None and f.policy.compute is not DType.FP32 and isinstance(v, str)),
     _row("model", "fp8_recipe", _of("fp8", "row.core", "delayed"), "how FP8 scales are chosen", "delayed"),
     _row("model", "fp8_param", _of("fp8", "stored", False), "weights stored in FP8", False, knob="fp8_param", turns=_storage_turns),
     _row("model", "fp8_quantizer_factory", _of("fp8", "factory", None), "for the custom FP8 recipe only", None),
@@ -236,7 +236,7 @@ _LOW: tuple[PrecisionField, ...] = (
 )  # fmt: skip
 _STATES: tuple[PrecisionField, ...] = (
     _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32",
-         turns=lambda f, v: v is False or f.policy.main_grads in (None, DType.FP32)),
+         turns=lambda f, v: f.policy.compute is not DType.FP32 and (v is False or f.policy.main_grads in (None, DType.FP32))),
     _row("ddp", "preserve_fp32_weights", _main_copy, "Megatron-FSDP's main weights", True, holds=BEFORE_017),
     _row("ddp", "megatron_fsdp_main_params_dtype", _main_copy_dtype, "Megatron-FSDP's main weights", DType.FP32, holds=SINCE_017),
     # grad_reduce_in_fp32 is read by megatron-core's own wrapper only

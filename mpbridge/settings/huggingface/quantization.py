@@ -47,10 +47,9 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for part in (name for name in _PARTS if isinstance(group.get(name), dict)):
         found |= {part: "given", **{f"{part}.{name}": group[part].get(name) for name in _INNER}}
     blocks = found.get("weights.block_structure")
-    if isinstance(blocks, str) and re.fullmatch(
-        r"\d{1,9}x\d{1,9}", blocks
-    ):  # compressed-tensors once wrote, and still reads, '128x128'
-        found["weights.block_structure"] = [*map(int, blocks.split("x"))]
+    # compressed-tensors once wrote, and still reads, '128x128'
+    if isinstance(blocks, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", blocks):
+        found["weights.block_structure"] = list(map(int, blocks.split("x")))
     found["group_size"] = found.pop("weights.group_size", None) or found["group_size"]
     cache: Any = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
     kind = f"{cache.get('type')} {cache.get('num_bits')}" if isinstance(cache, dict) else ""

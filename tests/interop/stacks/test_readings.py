@@ -190,7 +190,7 @@ ROWS: list[tuple[str, ...]] = [
     *((TT, f"--parallelism.data_parallel_shard_degree {degree}", f"sharded={sharded}") for degree, sharded in {"1": "nothing", "8": "everything", "-1": "everything"}.items()),
     (TT, 'py: Float8LinearConverter.Config(recipe_name="rowwise", emulate=True)', "cannot_express: emulate=True & tensorwise"),
     (TT, "py: MXFP8LinearConverter.Config()", "cannot_express: lm_head"),
-    (TT, "py: Float8LinearConverter.Config(filter_fqns=['lm_head', name_of(3)])", "cannot_express: left out by substring: name_of"),
+    (TT, "py: Float8LinearConverter.Config(filter_fqns=['lm_head', name_of(3)])", "cannot_express: left out by substring: name_of(...)"),
     (TT, 'py: MXFP8LinearConverter.Config(filter_fqns=["lm_head"])', "!cannot_express: lm_head"),
     (TT, FILTER, "assumed: a dense model"),
     (TT, f"{FILTER}, Float8GroupedExpertsConverter.Config()", "recipe=bf16_with_fp8_rowwise", "!cannot_express", "!assumed: dense"),

@@ -365,9 +365,19 @@ def test_a_search_asks_no_bytes_of_what_a_known_rule_forbids(monkeypatch):
     exceeds = FamilyBounds.exceeds
     monkeypatch.setattr(FamilyBounds, "exceeds", lambda self, run, most: asked.append(run) or exceeds(self, run, most))
     assert counted == search(policy, facts, H100, most=2)
-    # megatron-core's hybrids have no virtual stages; the first family is asked for before any rule is known
+    # megatron-core's hybrids have no virtual stages: the first family's last member, whose recomputation the same rule forbids, made it known
     assert asked
     assert not [run for run in asked if run.parallel.virtual_pipeline]
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "qwen3_30b_a3b", "nemotron_3_nano"])
+def test_a_search_that_counts_refusals_finds_the_same_layouts(name):
+    policy, facts = facts_of(name, 32)
+    counted = search(policy, facts, H100, most=4, refused=Counter())
+    assert counted == search(policy, facts, H100, most=4)
+    assert counted
+    below = {"most": 4, "below": 1.2 * counted[0].seconds}
+    assert search(policy, facts, H100, **below, refused=Counter()) == search(policy, facts, H100, **below)
 
 
 def test_a_search_below_a_time_looks_at_nothing_slower(monkeypatch):

@@ -69,7 +69,7 @@ OTHERS = {
 BASES = {  # a config under which each knob may turn
     "delayed": MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_dot_product_attention=True),
     "edges": get_mixed_precision_config("fp8_cs"), "mxfp8": get_mixed_precision_config("mxfp8"), "fp16": get_mixed_precision_config("fp16"),
-    "bf16": MixedPrecisionConfig(bf16=True), "full": get_mixed_precision_config("full_bf16"),
+    "fp32": get_mixed_precision_config("fp32"), "bf16": MixedPrecisionConfig(bf16=True), "full": get_mixed_precision_config("full_bf16"),
     "aware": MixedPrecisionConfig(bf16=True, use_precision_aware_optimizer=True),
     "states": MixedPrecisionConfig(
         bf16=True, use_precision_aware_optimizer=True, grad_reduce_in_fp32=False, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", main_params_dtype="fp32",
