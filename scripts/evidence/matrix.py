@@ -272,7 +272,8 @@ def main() -> int:
         if one.name == "megatron-core main" and not args.megatron_core:
             print(f"{one.name}: left out, since --megatron-core names no source tree")
             continue
-        python, results = make(one, folder / one.name), folder / "results" / one.name
+        # torch's compiler and shells' words take no path with a space
+        python, results = make(one, folder / one.name.replace(" ", "-")), folder / "results" / one.name
         results.mkdir(parents=True, exist_ok=True)
         variables = surroundings(one, folder, args.megatron_core)
         for number in range(args.times):

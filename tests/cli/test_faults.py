@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", "-c", command.replace("mpbridge", f"{sys.executable} -m mpbridge")], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+    return subprocess.run(["bash", "-c", command.replace("mpbridge", f"{shlex.quote(sys.executable)} -m mpbridge")], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import warnings
@@ -233,7 +234,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch, said):
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    command = f"{sys.executable} -m mpbridge list --json | head -c 10"
+    command = f"{shlex.quote(sys.executable)} -m mpbridge list --json | head -c 10"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
 
