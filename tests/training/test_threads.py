@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mpbridge.training.loop import pretrain
 from tests.training.tiny import tiny_run
@@ -39,6 +40,10 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.skipif(not TASKS.exists(), reason="counts threads in Linux's /proc")
 def test_a_run_leaves_no_thread_of_its_process_groups_behind(tmp_path: Path, kind: str) -> None:
+    if kind in ("fsdp2", "megatron-fsdp") and torch.__version__.startswith("2.11."):
+        pytest.skip(
+            "torch 2.11's cache of sharding decisions keeps device meshes, and these their groups, for the whole process"
+        )
     before = gloo()
     pretrain(tiny_run(tmp_path, **RUNS[kind], train={"train_iters": 1, "eval_interval": None}), quiet=True)
     gc.collect()

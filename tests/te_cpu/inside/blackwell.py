@@ -117,7 +117,7 @@ def test_four_over_six_with_fast_errors_chooses_as_transformer_engines_reference
     from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
 
     torch.manual_seed(0)
-    x = torch.randn(256, 256, dtype=torch.bfloat16)
+    x = torch.randn(1024, 256, dtype=torch.bfloat16)  # torch releases draw other values
     options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": largest, "nvfp4_4over6_err_mode": mode}
     codes = []
     for fast in (False, True):

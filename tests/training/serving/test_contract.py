@@ -44,7 +44,7 @@ def unserved(path: Path, recipe: str) -> tuple[Held, dict[str, Any]]:
     for name in [name for name in held if "proj" in name]:
         rows, columns = held[name].shape
         held[f"{name}_scale_inv"] = torch.full((-(-rows // 128), -(-columns // 128)), 2.0**-8)
-        held[name] = (held[name].float() * 256).to(torch.float8_e4m3fn)
+        held[name] = (held[name].float() * 256).clamp(-448, 448).to(torch.float8_e4m3fn)
     listed = {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}
     return held, config | {"quantization_config": {**GOOD, **listed}}
 
