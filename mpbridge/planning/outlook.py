@@ -23,7 +23,7 @@ from mpbridge.planning.rules.table import broken
 from mpbridge.precision.policy import PrecisionPolicy
 
 _DIVIDE = {"layers-do-not-divide", "sizes-do-not-divide"}
-"""Rules that a run breaks which can be neither counted nor priced."""
+"""Rules whose violation leaves a run without bytes and without a time."""
 
 
 @dataclass(frozen=True, kw_only=True)

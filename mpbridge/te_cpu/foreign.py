@@ -170,7 +170,7 @@ class _StandIns(importlib.abc.Loader):
         return self.made[spec.name]
 
     def exec_module(self, module: Any) -> None:
-        """It is whole."""
+        """Does nothing: the module is complete."""
 
     def forget(self) -> None:
         """Takes them, and nothing in their place, out of `sys.modules`."""

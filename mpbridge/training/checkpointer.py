@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -31,6 +32,9 @@ from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import reader, store
 from mpbridge.training.checkpoint.continuation import of_run
 from mpbridge.training.checkpoint.verdict import Verdict, verdict
+
+_SWITCH = re.compile(r"recipe from step (\d+)")
+"""The summary's notes of `switch`."""
 
 
 class Checkpointer(Hook):
@@ -165,7 +169,10 @@ class Checkpointer(Hook):
         for name, value in kept.items():
             setattr(training.counters, name, value)
         training.moved = True
-        self.saved_at = training.counters.iteration
+        self.saved_at = done = training.counters.iteration
+        # the switches that it goes back past are undone
+        for later in [note for note in training.notes if (at := _SWITCH.fullmatch(note)) and int(at[1]) > done + 1]:
+            del training.notes[later]
         if stage is not None:
             _record_switch(training, before, answer)
         return entry.path.name + _lost(answer)
@@ -342,6 +349,7 @@ def switch(training: Training) -> None:
     finally:
         on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
     _record_switch(training, before, answer)
+    training.notes[f"recipe from step {training.counters.iteration + 1}"] = after.recipe
 
 
 def _build(training: Training, run: Run) -> None:
@@ -352,14 +360,7 @@ def _build(training: Training, run: Run) -> None:
     training.scheduler = scheduler(run, training.engine.optimizer)
 
 
-_FROM = "recipe from step "
-
-
 def _record_switch(training: Training, before: Run, answer: Verdict) -> None:
     done, old, new = training.counters.iteration, before.recipe, training.run.recipe
     text = f"step {done}: {old} -> {new}: {answer.kind}{_lost(answer)}"
     record(training, "recipe", text, before=old, after=new, verdict=answer.kind, lost=list(answer.lost))
-    # a rollback undoes the switches that it passes
-    for later in [note for note in training.notes if note.startswith(_FROM) and int(note.removeprefix(_FROM)) > done]:
-        del training.notes[later]
-    training.notes[f"{_FROM}{done + 1}"] = new

@@ -76,6 +76,7 @@ def _pretrain(
         stack.enter_context(explained())
         for message in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
             tell(out, message)
+        on_first_rank(partial(_claim, run, stack))  # before hours of packing
         agree(run.policy)  # at the stage that this rank found in the checkpoint
         for stage in run.stages:
             agree(stage.policy)
@@ -84,7 +85,6 @@ def _pretrain(
             tell(out, f"corpus: {done.line()}")
         if feed.corpus is not None and (ends := getattr(feed.corpus.tokenizer, "end_line", "")):
             tell(out, f"corpus: {ends}")
-        on_first_rank(partial(_claim, run, stack))
         training = Training(run=run, engine=build_engine(run), scheduler=None, feed=feed, counters=Counters())
         # the engine at the end: a schedule may have replaced the first
         stack.callback(lambda: training.engine.close())

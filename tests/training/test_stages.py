@@ -144,6 +144,8 @@ def test_a_rollback_past_a_switch_loses_nothing(tmp_path):
     assert scales.built_for == ["fp16_mixed", "bf16_mixed"] * 2
     assert [scale for recipe, scale in scales.seen if recipe == "fp16_mixed"] == [4096.0] * 5
     assert watch.summary.consumed_samples == 9 * 4
+    switches = {name: told for name, told in watch.summary.notes.items() if name.startswith("recipe from")}
+    assert switches == {"recipe from step 5": "bf16_mixed"}
 
 
 def test_a_rollback_past_a_switch_in_the_step_that_ends_the_run_keeps_the_place_in_the_data(tmp_path):
@@ -154,6 +156,7 @@ def test_a_rollback_past_a_switch_in_the_step_that_ends_the_run_keeps_the_place_
     assert watch.summary.consumed_samples == 6 * 4
     place = store.locate(tmp_path)
     assert (place.name, read_fingerprint(place).recipe) == ("step_00000003", "fp16_mixed")
+    assert not [name for name in watch.summary.notes if name.startswith("recipe from")]  # the switch was undone
     assert '"grad_scaler"' in (place / "state.json").read_text()
     assert go(run(stages, iters=8, checkpoint=kept)).summary.consumed_samples == (6 + 5) * 4
 
