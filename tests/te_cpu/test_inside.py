@@ -55,7 +55,7 @@ def test_what_is_redirected_is_given_back() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("package", between(), ids=lambda package: package.version)
+@pytest.mark.parametrize("package", between(), ids=lambda package: getattr(package, "version", "none installed"))
 @pytest.mark.parametrize("machine", OWN)
 def test_every_release_between(package, machine: str) -> None:
     """Its kernels, and every scaling of the machine in audited runs, dense (training.py) and with grouped experts (matrix.py)."""
