@@ -110,6 +110,10 @@ def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+    if quiet or not console.is_terminal:
+        # not a disabled bar, which older releases of rich end with an empty line
+        yield lambda done, total: None
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task(escape(printable(what)))
         yield lambda done, total: progress.update(task, completed=done, total=max(total, 1))
