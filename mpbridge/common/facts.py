@@ -292,6 +292,11 @@ class RunFacts:
         return topk * float(factor if self.model.get("moe_pad_expert_input_to_capacity") else min(1, factor))
 
     @property
+    def dispatcher(self) -> str:
+        """What sends tokens to their experts; megatron-core's default gathers those of all ranks, and counts them by values."""
+        return str(self.model.get("moe_token_dispatcher_type") or "allgather")
+
+    @property
     def instances(self) -> int:
         """Groups of data-parallel ranks, each of which shares a whole optimizer state."""
         return int(self.ddp.get("num_distributed_optimizer_instances") or 1)

@@ -99,7 +99,7 @@ def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> 
     rows, ranks = run.tokens // parallel.tensor, parallel.expert * width
     if not experts or ranks == 1:
         return
-    if run.model.get("moe_token_dispatcher_type", "allgather") == "allgather":
+    if run.dispatcher == "allgather":
         # every rank gets every token, and adds up what its experts made of them
         yield _collective("all_gather", "expert", ranks, wide, rows * each, 2 * experts)
         yield _collective("reduce_scatter", "expert", ranks, wide, rows * each * ranks, 2 * experts)

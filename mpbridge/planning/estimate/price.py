@@ -183,7 +183,7 @@ def host_units(run: RunFacts, work: Work) -> float:
         factor = 0.0
     elif graphed or model.get("enable_cuda_graph") or model.get("external_cuda_graph"):
         factor = 0.5 if any(str(item) in ("attn", "full") for item in scopes) or not scopes else 0.8
-    flexible = model.get("moe_token_dispatcher_type") == "flex"
+    flexible = run.dispatcher == "flex"
     routing = (1.0 if flexible else 1.3) * (1.4 if model.get("overlap_moe_expert_parallel_comm") else 1.0)
     beside = (HOST_LATENT, run.shape.latent_attention), (HOST_SHARED, run.shape.shared_expert_size)
     each = HOST_MOE + sum(units for units, has in beside if has)
@@ -223,7 +223,7 @@ def _link(machine: Machine, reach: int) -> float:
 def _expert_wire(run: RunFacts, one: Collective, machine: Machine, moved: float) -> list[tuple[str, float]]:
     """All-to-all: flexible dispatchers send a token once to each rank (and node) that it goes to, the plain dispatcher once per expert."""
     topk = run.shape.expert_topk
-    flexible = run.model.get("moe_token_dispatcher_type") == "flex"
+    flexible = run.dispatcher == "flex"
     token = one.bytes * one.times / max(1, topk)
     over = "_overlapped" if run.model.get("overlap_moe_expert_parallel_comm") else ""
     inner = machine.nvlink or 1e10

@@ -85,7 +85,7 @@ def outside(policy: PrecisionPolicy, run: RunFacts, activations: int) -> tuple[O
 
 def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:
     shape, parallel = run.shape, run.parallel
-    if not shape.experts or parallel.expert == 1 or run.model.get("moe_token_dispatcher_type") != "flex":
+    if not shape.experts or parallel.expert == 1 or run.dispatcher != "flex":
         return 0
     return 2 * (run.tokens // parallel.tensor) * parallel.expert * shape.expert_hidden_size * policy.compute.bytes
 
@@ -162,7 +162,7 @@ def _gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
     sizes = [0]
     if parallel.sequence and parallel.tensor > 1 and any(chunk.last for chunk in at.chunks(run)):
         sizes.append(whole)
-    if shape.experts and run.model.get("moe_token_dispatcher_type", "allgather") == "allgather":
+    if shape.experts and run.dispatcher == "allgather":
         ranks = parallel.expert * parallel.expert_width
         sizes.append(whole // parallel.sequence_width * ranks if ranks > 1 else 0)
     if run.model.get("transformer_impl") == "local":

@@ -68,11 +68,6 @@ class Case:
         return (self.run.machine.arch if self.run.machine is not None else None) or (0, 0)
 
     @property
-    def dispatcher(self) -> str:
-        """What sends tokens to their experts."""
-        return str(self.model("moe_token_dispatcher_type", "allgather"))
-
-    @property
     def core(self) -> bool:
         """Whether the engine uses megatron-core's own wrapper and optimizer."""
         return self.traits.main_weights == "megatron_core"

@@ -54,7 +54,7 @@ def _group_share(case: Case) -> str | None:
 
 
 def _dispatcher(case: Case) -> str:
-    kind, backend, deep = case.dispatcher, case.model("moe_flex_dispatcher_backend"), case.model("moe_enable_deepep")
+    kind, backend, deep = case.run.dispatcher, *map(case.model, ("moe_flex_dispatcher_backend", "moe_enable_deepep"))
     padded = kind == "flex" and case.model("moe_pad_expert_input_to_capacity") and backend == "deepep"
     return faults(
         "",
@@ -67,7 +67,8 @@ def _dispatcher(case: Case) -> str:
 
 def _shared_overlap(case: Case, kinds: tuple[str, ...]) -> str:
     on = case.model("moe_shared_expert_overlap") and case.model("moe_shared_expert_intermediate_size")
-    return f"moe_shared_expert_overlap with dispatcher {case.dispatcher}" if on and case.dispatcher not in kinds else ""
+    kind = case.run.dispatcher
+    return f"moe_shared_expert_overlap with dispatcher {kind}" if on and kind not in kinds else ""
 
 
 def _balancing(case: Case) -> str | None:
@@ -106,7 +107,7 @@ def _expert_overlap(case: Case) -> str:
         "overlap_moe_expert_parallel_comm with ",
         ("expert_model_parallel_size=1", sizes.expert <= 1),
         ("stages that do not interleave", sizes.pipeline > 1 and sizes.virtual_pipeline is None),
-        ("dispatcher allgather", case.dispatcher not in ("alltoall", "flex")),
+        ("dispatcher allgather", case.run.dispatcher not in ("alltoall", "flex")),
         ("full recomputation", case.model("recompute_granularity") == "full"),
         ("recompute_method", case.model("recompute_method") is not None),
         ("recompute_num_layers", case.model("recompute_num_layers") is not None),
@@ -131,7 +132,7 @@ _EXPERTS: tuple[Rule, ...] = (
          "model.moe_token_dispatcher_type=alltoall model.moe_enable_deepep=false"),
     row("flex-dispatcher-alone", "dispatcher flex without tensor- or expert-parallel ranks", "more than one tensor x expert parallel rank", "model.moe_token_dispatcher_type=alltoall",
          "megatron-core 0.16.1 transformer/moe/token_dispatcher.py MoEFlexTokenDispatcher.__init__",
-         when=lambda c: c.run.shape.experts and c.dispatcher == "flex" and c.run.parallel.expert_width * c.run.parallel.expert <= 1),
+         when=lambda c: c.run.shape.experts and c.run.dispatcher == "flex" and c.run.parallel.expert_width * c.run.parallel.expert <= 1),
     row("shared-expert-overlap", lambda c: _shared_overlap(c, ("alltoall",)), "dispatcher alltoall", "model.moe_shared_expert_overlap=false", holds=(BEFORE_017,)),
     row("shared-expert-overlap-by-dispatcher", lambda c: _shared_overlap(c, ("alltoall", "flex")), "dispatcher alltoall or flex", "model.moe_shared_expert_overlap=false",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
@@ -258,9 +259,7 @@ def _graph_scope(case: Case) -> str:
     experts = (case.run.shape.experts or 0) > 1
     limited = case.model("moe_expert_capacity_factor") is not None
     open_ended = experts and not (limited and case.model("moe_pad_expert_input_to_capacity"))
-    waits = case.model("moe_token_dispatcher_type") == "alltoall" and (
-        limited or case.model("moe_router_padding_for_fp8")
-    )
+    waits = case.run.dispatcher == "alltoall" and (limited or case.model("moe_router_padding_for_fp8"))
     every = case.model("moe_layer_freq", 1)
     all_have = every == 1 or (isinstance(every, (list, tuple)) and 0 not in every)
     return faults(

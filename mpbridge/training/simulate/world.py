@@ -66,11 +66,7 @@ def simulate(run: Run, ranks: Sequence[int], *, step: bool = False) -> list[Simu
         raise BadValue(
             "--step with --emulate te: Transformer Engine's kernels read values, which tensors without memory do not have; drop one of the two options"
         )
-    if (
-        step
-        and run.facts.shape.experts
-        and run.facts.model.get("moe_token_dispatcher_type", "allgather") == "allgather"
-    ):
+    if step and run.facts.shape.experts and run.facts.dispatcher == "allgather":
         text = "it counts tokens by values, which tensors without memory do not have"
         raise BadValue(f"--step with dispatcher allgather: {text}; model.moe_token_dispatcher_type=alltoall, or drop --step")  # fmt: skip
     # not forked from here: this process may have torch threads, and a child forked from a threaded process can crash or hang

@@ -537,3 +537,9 @@ def test_a_release_that_was_never_tried_is_named_and_not_refused(found, words):
     every = broken(*case(versions=dataclasses.replace(NOW, **found)))
     said = [one for one in every if one.rule == "library-versions-untested"]
     assert [(one.severity, one.found) for one in said] == ([("warning", words)] if words else [])
+
+
+def test_the_dispatcher_of_a_run_that_names_none_is_megatron_cores():
+    for said in ({}, {"moe_token_dispatcher_type": None}):
+        assert case(model=said)[1].dispatcher == records("model")["moe_token_dispatcher_type"]["default"] == "allgather"
+    assert case(model={"moe_token_dispatcher_type": "flex"})[1].dispatcher == "flex"
