@@ -23,7 +23,7 @@ from mpbridge.planning.rules.table import broken
 from mpbridge.precision.policy import PrecisionPolicy
 
 _DIVIDE = {"layers-do-not-divide", "sizes-do-not-divide"}
-"""Rules whose violation leaves a run without bytes and without a time."""
+"""Rules whose violation leaves a run without bytes, time or ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Outlook:
         try:
             return memory(self.policy, self.facts)
         except BadValue as error:
-            raise self._unless_valid(error) from None
+            raise (Refused(str(error)) if self.undivided else error) from None
 
     @cached_property
     def answer(self) -> str:
@@ -106,11 +106,12 @@ class Outlook:
         try:
             return estimate(self.policy, self.facts, None, self.using)
         except BadValue as error:
-            raise (self._unless_valid(error) if self.machine.peak else error) from None
+            raise (Refused(str(error)) if self.undivided and self.machine.peak else error) from None
 
-    def _unless_valid(self, error: BadValue) -> MpbridgeError:
-        """`error`, as a refusal where sizes do not divide: `check` answers no, and so does every verb that shows a part of it."""
-        return Refused(str(error)) if {one.rule for one in self.errors} & _DIVIDE else error
+    @property
+    def undivided(self) -> str:
+        """What does not divide, as text: `check` answers no, and every verb that shows a part of it refuses; "" if everything divides."""
+        return "; ".join(str(one).removeprefix("error ") for one in self.errors if one.rule in _DIVIDE)
 
     @cached_property
     def no_answer(self) -> str:

@@ -71,6 +71,8 @@ ANSWERS = [
     (["memory", "parallel.pipeline_model_parallel_size=3"], 1, "layers cannot be divided among 3"),
     (["memory", "--rank", "1", "parallel.pipeline_model_parallel_size=3"], 1, "layers cannot be divided among 3"),
     (["estimate", "--target", "h100", "parallel.pipeline_model_parallel_size=3"], 1, "layers cannot be divided among 3"),
+    (["simulate", "parallel.pipeline_model_parallel_size=3"], 1, "layers cannot be divided among 3"),
+    (["simulate", "parallel.tensor_model_parallel_size=3"], 1, "num_attention_heads 4 by tensor 3"),
     (["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it"),
     (["plan", "ddp.grad_reduce_in_fp32=false"], 0, "mixed_precision.grad_reduce_in_fp32=false"),
     (["train", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "the recipe overrides"),

@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.errors import BadValue, MpbridgeError, Refused
 from mpbridge.common.machines import machine
 from mpbridge.common.traits import DEFAULT
+from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.training.simulate import Simulated
 
@@ -58,10 +59,12 @@ def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[st
 
 
 def simulate(run: Run, ranks: Sequence[int], *, step: bool = False) -> list[Simulated]:
-    """Simulates each of those ranks. Raises BadValue for a rank outside of the world, MpbridgeError if one fails."""
+    """Simulates each of those ranks. Raises BadValue for a rank outside of the world, Refused if sizes do not divide, MpbridgeError if one fails."""
     outside = [rank for rank in ranks if not 0 <= rank < run.world_size]
     if outside:
         raise BadValue(f"rank {', '.join(map(str, outside))}: the world has ranks 0 to {run.world_size - 1}")
+    if undivided := Outlook(policy=run.policy, facts=run.facts).undivided:
+        raise Refused(undivided)
     if step and run.played:
         raise BadValue(
             "--step with --emulate te: Transformer Engine's kernels read values, which tensors without memory do not have; drop one of the two options"
