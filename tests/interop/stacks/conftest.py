@@ -9,11 +9,14 @@ from mpbridge.cli.main import main
 
 @pytest.fixture
 def cli(capsys):
-    """Runs a command, whose exit code is among `code`; returns all that it printed, as it is or without line breaks."""
+    """Runs a command, whose exit code is among `code`; returns its answer, or the error that ended it, as it is or without line breaks."""
 
     def run(*words, code=0, joined=False):
-        assert main([*map(str, words)]) in (code if isinstance(code, tuple) else (code,))
-        printed = "".join(capsys.readouterr())
+        ended = main([*map(str, words)])
+        assert ended in (code if isinstance(code, tuple) else (code,))
+        answer, error = capsys.readouterr()
+        assert bool(error) is (ended == 2)
+        printed = error or answer
         return " ".join(printed.split()) if joined else printed
 
     return run
