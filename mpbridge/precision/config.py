@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from mpbridge.common.errors import BadValue, Contradiction, UnknownName
+from mpbridge.common.errors import BadValue, Contradiction, UnknownName, cut
 from mpbridge.common.formats import DType, dtype, plain
 from mpbridge.precision.fields import FieldRow, option
 from mpbridge.precision.scalings import choices, formats
@@ -157,8 +157,10 @@ class MixedPrecisionConfig:
 
     if not TYPE_CHECKING:  # hidden from mypy, for which these would accept any name
 
-        def __new__(cls, **given: Any) -> Self:
-            """Refuses an unknown field with the nearest name, instead of Python's bare TypeError."""
+        def __new__(cls, *values: Any, **given: Any) -> Self:
+            """Refuses an unknown field with the nearest name, and values without one, instead of Python's bare TypeError."""
+            if values:
+                raise BadValue(f"MixedPrecisionConfig got {cut(', '.join(map(repr, values)))}, expected fields by name: bf16=True; a recipe's name is for get_mixed_precision_config, a mapping for from_data")  # fmt: skip
             for name in given:
                 if name not in cls.__dataclass_fields__:
                     raise UnknownName("field of MixedPrecisionConfig", name, cls.__dataclass_fields__)

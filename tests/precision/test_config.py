@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
-from mpbridge.common.errors import Contradiction, UnknownName
+from mpbridge.common.errors import BadValue, Contradiction, UnknownName
 from mpbridge.common.formats import DType
 from mpbridge.precision.inert import inert
 
@@ -117,6 +118,13 @@ def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UnknownName, match="no field of MixedPrecisionConfig named '1'"):
         MixedPrecisionConfig.from_data({1: 2})  # type: ignore[dict-item]
     assert not hasattr(config, "__wrapped__")  # dunders stay Python's
+
+
+@pytest.mark.parametrize("given", [True, "bf16_mixed", {"bf16": True}])
+def test_a_value_without_a_name_is_refused_with_the_way_out(given: Any) -> None:
+    said = rf"got {re.escape(repr(given))}, expected .*bf16=True.*get_mixed_precision_config.*from_data"
+    with pytest.raises(BadValue, match=said):
+        MixedPrecisionConfig(given)
 
 
 @pytest.mark.parametrize(("one", "other"), [("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather")])
