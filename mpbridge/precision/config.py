@@ -108,7 +108,7 @@ class MixedPrecisionConfig:
     compute_dtype: DTypeField = DTypeField()
     """16/32-bit GEMMs and activations; None: set by the flags. Differs from params_dtype only on FSDP engines."""
     output_dtype: DTypeField = DTypeField()
-    """What the wrapped module returns between units and stages; None: compute_dtype."""
+    """What the wrapped module returns between units and stages; None: compute_dtype. Only torch FSDP2 casts it."""
     use_precision_aware_optimizer: bool | None = option(None, state=True)
     """FusedAdam owns the main weights and keeps its states in the dtypes below."""
     store_param_remainders: bool | None = option(None, fact="remainders", state=True)

@@ -148,6 +148,7 @@ TABLE = {
     "keep-fp32-matches-nothing": ({"config": {"keep_fp32": ["*routre*"]}}, {"config": {"keep_fp32": ["*layernorm*"]}}),
     "keep-fp32-of-a-tied-embedding": ({"config": {"keep_fp32": ["embedding.*"]}}, {"config": {"keep_fp32": ["embedding.*"]}, "shape": dataclasses.replace(SHAPE, tied=False)}),
     "fp32-storage-under-16-bit-compute": ({"recipe": "fsdp_adamw"}, {"recipe": "fsdp_adamw", "engine": "fsdp2"}),
+    "nothing-casts-what-is-returned": ({"config": {"output_dtype": "fp32"}}, {"config": {"output_dtype": "fp32"}, "engine": "fsdp2", "optimizer": OptimizerFacts()}),
     "fp16-parameters-alone": ({"recipe": "fp16", "config": {"main_params_dtype": "fp16"}}, {"recipe": "full_bf16"}),
     "full-16-bit-with-distributed-optimizer": ({"recipe": "full_bf16"}, {"recipe": "full_bf16", "optimizer": OptimizerFacts()}),
     "full-16-bit-with-fp32-reduction": ({"recipe": "full_bf16", "policy": {"reduce": DType.FP32}, "optimizer": OptimizerFacts()},

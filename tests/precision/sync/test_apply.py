@@ -17,10 +17,13 @@ from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, built, facts
 
 from mpbridge import apply, wrap
 from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UnknownName, UpstreamRefused
+from mpbridge.common.facts import RunFacts
+from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.apply import commit
 from mpbridge.precision.sync.plan import plan
+from tests.planning.rules.config_cases import SHAPE
 
 BF16, CURRENT = POLICIES["bf16_mixed"], POLICIES["bf16_with_fp8_current_scaling_mixed"]
 
@@ -100,6 +103,11 @@ def test_what_no_field_expresses_is_refused_before_anything_is_written(said: str
     assert facts_of(objects) == before
     with pytest.raises(Refused, match=said):
         wrap(types.SimpleNamespace(config=objects.model), made, objects.optimizer)
+
+
+@pytest.mark.parametrize("said", [said for said in UNSAID if said != "logit_dtype=fp32"])  # which the engine builds
+def test_what_no_field_expresses_breaks_a_rule_of_megatron_cores_engine(said: str) -> None:
+    assert [one for one in broken(resolve(UNSAID[said]), RunFacts(shape=SHAPE)) if one.severity == "error"]
 
 
 RULE = MixedPrecisionConfig(
