@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.backend.devices.collectives import gloo_patches, one_by_one
+from mpbridge.backend.devices.fused import with_rotary, with_swiglu
 from mpbridge.backend.devices.redirect import NullStream, cuda_patches, get_state, set_state, split_sizes
 from mpbridge.backend.megatron import process as megatron
 from mpbridge.common.errors import BadValue
@@ -52,9 +53,10 @@ class _Device:
     """The redirections and the process-wide torch state that megatron-core changes and does not restore."""
 
     def __init__(self) -> None:
-        ours = {"get_state": get_state, "set_state": set_state, "split_sizes": split_sizes, "coalescing": one_by_one}
+        states = {"get_state": get_state, "set_state": set_state}
+        ours = {"split_sizes": split_sizes, "coalescing": one_by_one, "rotary": with_rotary, "swiglu": with_swiglu}
         self.replacement = Replacement(
-            lambda: [*cuda_patches(), *gloo_patches(), *megatron.cpu_patches(**ours, stream=NullStream())]
+            lambda: [*cuda_patches(), *gloo_patches(), *megatron.cpu_patches(**states, **ours, stream=NullStream())]
         )
         self._flags: tuple[Any, torch.dtype] | None = None
 

@@ -32,9 +32,14 @@ def _core(name: str) -> Any:
     return importlib.import_module(f"megatron.core.{name}")
 
 
-def cpu_patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any, coalescing: Any) -> Iterator[Patch]:
+def cpu_patches(
+    *, get_state: Any, set_state: Any, split_sizes: Any, stream: Any, coalescing: Any, rotary: Any, swiglu: Any
+) -> Iterator[Patch]:
     """Replacements for as long as CUDA calls are redirected; the arguments replace its random states, its copies of split
-    sizes, its streams and torch's manager of coalesced collectives."""
+    sizes, its streams and torch's manager of coalesced collectives, and wrap its rotary embedding and its MLP."""
+    turns, mlp = _core("models.common.embeddings.rope_utils"), _core("transformer.mlp").MLP
+    yield turns, "_apply_rotary_pos_emb_bshd", rotary(turns._apply_rotary_pos_emb_bshd)
+    yield mlp, "forward", swiglu(mlp.forward)
     states = {"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state}
     yield from aliases(states | {"_coalescing_manager": coalescing})
     moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")

@@ -1,7 +1,4 @@
-"""Replacements, behind megatron-core's BackendSpecProvider, for modules of its local spec that do not work on a CPU, or are slow there.
-
-Causal attention is matrix products over blocks of queries, each with the keys that it can attend to.
-"""
+"""Replacements, behind megatron-core's BackendSpecProvider, for modules of its local spec that do not work on a CPU, or are slow there."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -13,59 +10,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
+from mpbridge.backend.devices.fused import BlockedAttention, RootMeanSquare
 from mpbridge.backend.megatron.inside_model import experts_in_turn
-
-BLOCK = 128
-"""Queries per block. Half of the scores of a causal matrix are never needed; blocks of 128 skip most of them and keep the products large."""
 
 LONGEST = 2048
 """Sequence length up to which probabilities are kept for the backward pass (2 bytes x heads x length**2 / 2 per sample in BF16)."""
-
-
-class BlockedAttention(torch.autograd.Function):
-    """softmax(scale q kT + causal mask) v of [sequence, batch, heads, width] tensors, as [sequence, batch, heads x width].
-
-    Compared with torch's flash kernel on an AVX512-BF16 CPU (BF16, one thread, 16 heads of 64), forward and backward take 8.5 ms instead of 14.2 at length 256,
-    and 83 instead of 122 at 1024. The softmax is computed in FP32 and probabilities are stored in the input's dtype, as in megatron-core's own attention.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Keeps the probabilities of every block."""
-        length, batch, heads = query.shape[:3]
-        q, k, v = (tensor.reshape(length, batch * heads, -1).transpose(0, 1) for tensor in (query, key, value))
-        mask = torch.full((BLOCK, BLOCK), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
-        out = torch.empty(length, batch * heads, v.shape[-1], dtype=q.dtype, device=q.device)
-        kept = []
-        for start in range(0, length, BLOCK):
-            end = min(start + BLOCK, length)
-            scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
-            scores[:, :, start:end] += mask[: end - start, : end - start]
-            # torch's softmax of 16-bit scores computes in FP32 and rounds the result
-            kept.append(torch.softmax(scores.mul_(scale), -1))
-            out[start:end] = torch.bmm(kept[-1], v[:, :end]).transpose(0, 1)
-        ctx.save_for_backward(q, k, v, *kept)
-        ctx.scale, ctx.shape = scale, (length, batch, heads, -1)
-        return out.view(length, batch, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of query, key and value; starts at the last block, which attends to all keys."""
-        q, k, v, *kept = ctx.saved_tensors
-        length = q.shape[1]
-        grad = grads[0].reshape(length, q.shape[0], -1).transpose(0, 1)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for index in reversed(range(len(kept))):
-            start, probabilities = index * BLOCK, kept[index]
-            end = min(start + BLOCK, length)
-            block = grad[:, start:end]
-            dv[:, :end] += torch.bmm(probabilities.transpose(1, 2), block)
-            from_probabilities = torch.bmm(block, v[:, :end].transpose(1, 2))
-            scores = torch._softmax_backward_data(from_probabilities, probabilities, -1, probabilities.dtype)
-            scores.mul_(ctx.scale)
-            dq[:, start:end] = torch.bmm(scores, k[:, :end])
-            dk[:, :end] += torch.bmm(scores.transpose(1, 2), q[:, start:end])
-        return *(tensor.transpose(0, 1).reshape(ctx.shape) for tensor in (dq, dk, dv)), None
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -142,7 +91,8 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalised over the last axis."""
         if x.dtype is self.weight.dtype:
-            return super().forward(x)
+            fused = x.device.type == "cpu" and x.dtype is not torch.float64
+            return RootMeanSquare.apply(x, self.weight, self.eps) if fused else super().forward(x)  # type: ignore[no-untyped-call]
         return F.rms_norm(x.float(), list(self.normalized_shape), self.weight.float(), self.eps).to(self.weight.dtype)
 
 

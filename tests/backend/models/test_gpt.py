@@ -37,7 +37,7 @@ def losses(engine: McoreEngine, steps: int = 4) -> list[float]:
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_blocked_attention_is_attention(length: int, dtype: torch.dtype, tolerance: float) -> None:
-    from mpbridge.backend.models.local_spec import BlockedAttention
+    from mpbridge.backend.devices.fused import BlockedAttention
 
     torch.manual_seed(0)
     tensors = [torch.randn(length, 2, 3, width, dtype=dtype) for width in (16, 16, 8)]
@@ -83,6 +83,20 @@ def test_every_kind_of_layer_trains(build: Any, model: dict[str, Any], kind: str
     recipe = {"recipe": "fp16_mixed", "loss_scale": 128.0} if kind == "fp16_static" else kind
     found = losses(build(recipe, model=model), 6)
     assert found[-1] < found[0] - 0.3
+
+
+def test_a_model_is_built_of_the_operations_in_one_pass(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fallback that is always taken would cost a twentieth of a step, and nothing else would see it."""
+    from mpbridge.backend.devices import fused
+
+    seen: set[type] = set()
+    kinds = {fused.BlockedAttention, fused.RootMeanSquare, fused.SwiGLU, fused.Rotary}
+    for kind in kinds:
+        real = kind.apply
+        monkeypatch.setattr(kind, "apply", lambda *args, kind=kind, real=real: (seen.add(kind), real(*args))[1])
+    model = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu"}
+    losses(build("bf16", model=model), 1)
+    assert seen == kinds
 
 
 def test_our_attention_and_megatron_cores_train_alike(build: Any) -> None:

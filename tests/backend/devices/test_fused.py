@@ -1,0 +1,153 @@
+"""Operations in one pass: against FP64, against torch's and megatron-core's composites, and that a model uses them."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mpbridge.backend.devices.fused import (
+    BlockedAttention,
+    RootMeanSquare,
+    Rotary,
+    SwiGLU,
+    with_rotary,
+    with_swiglu,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+
+def both(ours: Any, theirs: Any, *inputs: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(Ours, theirs) of the output and of each input's gradient, for one random output gradient."""
+    found = []
+    for function in (ours, theirs):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+        out = function(*leaves)
+        torch.manual_seed(1)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, torch.randn(out.shape).to(out.dtype))])
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(40, 3, 192), (5, 2, 4, 64), (3, 1, 70_001), (1, 1, 8)], ids=str)
+def test_rms_norm_within_the_error_of_fp32_sums_and_one_rounding(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    width, rows = shape[-1], torch.Size(shape[:-1]).numel()
+    x, weight, grad = (torch.randn(*size).to(dtype) for size in (shape, (width,), shape))
+    one, two = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = RootMeanSquare.apply(one, two, 1e-5)  # type: ignore[no-untyped-call]
+    out.backward(grad)
+    assert one.grad is not None
+    assert two.grad is not None
+    a, w, g = (tensor.double() for tensor in (x, weight, grad))
+    r = (a.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    first, second = g * w * r, a * r**3 * (g * w * a).mean(-1, keepdim=True)
+    # each FP32 sum of n numbers errs by at most n units of the sum of their absolute values, and some ten more operations by one each
+    unit = 2.0**-24
+    amplified = first.abs() + a.abs() * r**3 * (g * w * a).abs().mean(-1, keepdim=True)
+    over_rows = (g * a * r).abs().reshape(-1, width).sum(0)
+    for mine, exact, sums in (
+        (out, a * r * w, (width + 10) * unit * (a * r * w).abs()),
+        (one.grad, first - second, (width + 10) * unit * amplified),
+        (two.grad, (g * a * r).reshape(-1, width).sum(0), (rows + width + 10) * unit * over_rows),
+    ):
+        # FP16 has a smallest step
+        least = 2.0**-25 if dtype is torch.float16 else 0.0
+        assert bool(((mine.double() - exact).abs() <= 1.01 * ROUNDING[dtype] * exact.abs() + sums + least).all())
+
+
+def test_rms_norm_of_a_frozen_weight_or_input_has_no_gradient_for_it() -> None:
+    x, weight = torch.randn(4, 2, 8), torch.ones(8)
+    for needs in ((True, False), (False, True)):
+        one, two = x.clone().requires_grad_(needs[0]), weight.clone().requires_grad_(needs[1])
+        RootMeanSquare.apply(one, two, 1e-5).sum().backward()  # type: ignore[no-untyped-call]
+        assert (one.grad is not None, two.grad is not None) == needs
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(5, 1, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    for scale in (0.5, 0.3):
+        assert torch.autograd.gradcheck(lambda *three, scale=scale: BlockedAttention.apply(*three, scale), (q, k, v))
+    assert torch.autograd.gradcheck(SwiGLU.apply, (torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True),))
+    angles = torch.randn(5, 1, 1, 2, dtype=torch.float64)
+    turn = angles.cos().repeat(1, 1, 1, 2), -angles.sin(), angles.sin()
+    assert torch.autograd.gradcheck(lambda t: Rotary.apply(t, *turn), (q,))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_scale_that_is_a_power_of_two_changes_nothing(dtype: torch.dtype) -> None:
+    """The queries are scaled before the product: the scores are the same numbers."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(150, 2, 3, 16).to(dtype) for _ in range(3))
+
+    def apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return BlockedAttention.apply(q * 0.25, k, v, 1.0)  # type: ignore[no-untyped-call]
+
+    for mine, theirs in both(lambda *three: BlockedAttention.apply(*three, 0.25), apart, q, k, v):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [({}, 16), ({"rotary_interleaved": True}, 16), ({}, 24), ({"mscale": 0.5}, 16)],
+    ids=["plain", "interleaved", "partial", "scaled"],
+)
+def test_rotary_embedding_is_megatron_cores(options: dict[str, Any], width: int, dtype: torch.dtype) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    torch.manual_seed(0)
+    angles = torch.randn(9, 1, 1, 8).repeat(1, 1, 1, 2)
+    original = rope_utils._apply_rotary_pos_emb_bshd
+    t = torch.randn(9, 2, 3, 2 * width).to(dtype)
+    ours = with_rotary(original)
+    # the second time from what the first one kept, in another dtype too
+    ours(torch.randn(9, 2, 3, 16), angles)
+    pairs = both(
+        lambda t: ours(t[..., :width], angles, **options), lambda t: original(t[..., :width], angles, **options), t
+    )
+    for mine, theirs in pairs:
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"add_bias_linear": True}, {"glu_linear_offset": 1.0}, {"activation_func_clamp_value": 0.5}, {"activation_func": F.gelu}],
+    ids=str,
+)  # fmt: skip
+def test_an_mlp_is_megatron_cores(fields: dict[str, Any], dtype: torch.dtype) -> None:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.mlp import MLP
+
+    given = {
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "bias_activation_fusion": False,
+    } | fields
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **given)
+
+    class Linear(torch.nn.Module):
+        def __init__(self, rows: int, columns: int) -> None:
+            super().__init__()
+            self.weight = torch.randn(rows, columns).to(dtype)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return F.linear(x, self.weight), torch.ones(len(self.weight)).to(dtype) if config.add_bias_linear else None
+
+    mlp = MLP.__new__(MLP)
+    torch.nn.Module.__init__(mlp)
+    torch.manual_seed(0)
+    mlp.config, mlp.activation_func = config, config.activation_func
+    mlp.linear_fc1, mlp.linear_fc2 = Linear(64, 8), Linear(8, 32)
+    original = MLP.forward
+    ours = with_swiglu(original)
+    x, scales = torch.randn(5, 2, 8).to(dtype), torch.rand(5, 2)
+    for extra in ({}, {"per_token_scale": scales}):
+        pairs = both(lambda x, e=extra: ours(mlp, x, **e)[0], lambda x, e=extra: original(mlp, x, **e)[0], x)
+        for mine, theirs in pairs:
+            assert torch.equal(mine, theirs)
