@@ -1,7 +1,7 @@
 """What a GPU computes in one kernel, in few passes over memory on a CPU: causal attention, RMSNorm, SwiGLU and rotary embedding.
 
-Each gives the results and gradients of the composite that torch or megatron-core would compute there, to the bit where the order of the sums is the same: the same
-operations in the same precision, without the copies, zeros and concatenations between them.
+Each gives the results and gradients of the composite that torch or megatron-core would compute there, to the bit: the same operations in the same precision and
+order, without the copies, zeros and concatenations between them.
 """
 
 import functools
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 BLOCK = 128
 """Queries per block. Half of the scores of a causal matrix are never needed; blocks of 128 skip most of them and keep the products large."""
@@ -51,7 +52,6 @@ class BlockedAttention(torch.autograd.Function):
         return out.view(length, batch, -1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of query, key and value; starts at the last block, which attends to all keys."""
         q, k, v, *kept = ctx.saved_tensors
@@ -88,31 +88,45 @@ def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
 
 
 class RootMeanSquare(torch.autograd.Function):
-    """x rsqrt(mean(x**2) + eps) weight over the last axis, in FP32 and rounded once: x and weight of one dtype (16 bits or FP32), on a CPU."""
+    """x rsqrt(mean(x**2) + eps) weight over the last axis, in FP32 and rounded once, of x and weight of one 16-bit dtype on a CPU (`takes`).
+
+    In FP32 torch's composite adds the gradients of x and of what else reads x in another order, so it has that to itself.
+    """
+
+    @staticmethod
+    def takes(x: torch.Tensor) -> bool:
+        """Whether it computes what torch's composite does: not for a subclass, which may have another idea of each operation."""
+        halves = x.dtype in (torch.bfloat16, torch.float16)
+        return halves and type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Keeps x and the factor of each row (FP32)."""
-        rows = x.reshape(-1, x.shape[-1])
-        wide = weight.float()
-        out, factors = torch.empty_like(rows), torch.empty(len(rows), 1)
-        for part, (values, squares) in _chunks(rows, 2):
+        rows, out, wide = (
+            x.reshape(-1, x.shape[-1]),
+            torch.empty(x.shape, dtype=x.dtype, device=x.device),
+            weight.float(),
+        )
+        factors = wide.new_empty(len(rows), 1)
+        written = out.view(rows.shape)
+        for part, (values, squares) in _chunks(rows, wide, 2):
             values.copy_(rows[part])
             torch.mul(values, values, out=squares)
             torch.rsqrt(squares.mean(-1, keepdim=True).add_(eps), out=factors[part])
-            out[part] = values.mul_(factors[part]).mul_(wide)
-        ctx.save_for_backward(rows, weight, factors)
-        return out.view(x.shape)
+            written[part] = values.mul_(factors[part]).mul_(wide)
+        ctx.save_for_backward(x, weight, factors)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x and weight; the weight's sum over rows is one, as torch's."""
-        rows, weight, factors = ctx.saved_tensors
-        grad, wide = grads[0].reshape(rows.shape), weight.float()
-        out = torch.empty_like(rows)
-        by_weight = torch.empty(rows.shape) if ctx.needs_input_grad[1] else None
-        for part, (one, values, product) in _chunks(rows, 3):
+        x, weight, factors = ctx.saved_tensors
+        rows, wide = x.reshape(-1, x.shape[-1]), weight.float()
+        grad, out = grads[0].reshape(rows.shape), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        written = out.view(rows.shape)
+        by_weight = wide.new_empty(rows.shape) if ctx.needs_input_grad[1] else None
+        for part, (one, values, product) in _chunks(rows, wide, 3):
             one.copy_(grad[part])
             values.copy_(rows[part])
             if by_weight is not None:
@@ -121,18 +135,15 @@ class RootMeanSquare(torch.autograd.Function):
             # of the factor r = (mean(x**2) + eps)**-0.5: dr/dx = -r**3 x / width
             inner = torch.mul(one, values, out=product).sum(-1, keepdim=True)
             inner = (-0.5 * inner * factors[part].pow(3)).div_(rows.shape[1]).mul_(2.0)
-            out[part] = one.mul_(factors[part]).add_(values.mul_(inner))
-        total = None
-        if by_weight is not None:
-            axes = tuple(range(grads[0].dim() - 1))
-            total = by_weight.view(grads[0].shape).sum(axes).to(weight.dtype)
-        return out.view(grads[0].shape), total, None
+            written[part] = one.mul_(factors[part]).add_(values.mul_(inner))
+        total = None if by_weight is None else by_weight.view(x.shape).sum_to_size(weight.shape).to(weight.dtype)
+        return out, total, None
 
 
-def _chunks(rows: torch.Tensor, arrays: int) -> Any:
-    """(Rows of a chunk, that many uninitialised FP32 arrays of its shape), chunk after chunk over the same memory."""
-    count = max(1, CHUNK // rows.shape[1])
-    scratch = torch.empty(arrays, min(count, len(rows)), rows.shape[1])
+def _chunks(rows: torch.Tensor, wide: torch.Tensor, arrays: int) -> Any:
+    """(Rows of a chunk, that many uninitialised FP32 arrays of its shape), chunk after chunk over the same memory. wide: an FP32 tensor on the device."""
+    count = max(1, CHUNK // max(1, rows.shape[1]))
+    scratch = wide.new_empty(arrays, min(count, len(rows)), rows.shape[1])
     for start in range(0, len(rows), count):
         end = min(start + count, len(rows))
         yield slice(start, end), scratch[:, : end - start]
@@ -172,7 +183,11 @@ def with_swiglu(forward: Callable[..., Any]) -> Callable[..., Any]:
             config.bias_activation_fusion or config.use_te_activation_func or config.glu_linear_offset
             or any(value is not None for value in (per_token_scale, config.activation_func_clamp_value, *others.values()))
         )  # fmt: skip
-        if changed or not (config.gated_linear_unit and self.activation_func is config.activation_func is F.silu):
+        if (
+            changed
+            or torch.compiler.is_compiling()
+            or not (config.gated_linear_unit and self.activation_func is config.activation_func is F.silu)
+        ):
             return forward(self, hidden_states, per_token_scale, **others)
         wide, bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(SwiGLU.apply(wide if bias is None else wide + bias))  # type: ignore[no-untyped-call]
@@ -199,11 +214,15 @@ class Rotary(torch.autograd.Function):
 
 def _turned(t: torch.Tensor, cos: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     half = t.shape[-1] // 2
-    out = torch.mul(t, cos)
-    other = torch.empty_like(out)
+    out, other = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for _ in range(2))
+    torch.mul(t, cos, out=out)
     torch.mul(t[..., half:], first, out=other[..., :half])
     torch.mul(t[..., :half], second, out=other[..., half:])
     return out.add_(other)
+
+
+_TURNS: Any = WeakIdKeyDictionary()
+"""Tensor of angles -> (its version and memory, dtype) -> cos, -sin of the first half, sin of the second."""
 
 
 def with_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,12 +232,26 @@ def with_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plain = not args and all(value == 1.0 if name == "mscale" else not value for name, value in kwargs.items())
-        if not plain or freqs.dim() != t.dim() or freqs.shape[-1] != t.shape[-1] or freqs.requires_grad:
+        plain = (
+            plain
+            and type(t) is type(freqs) is torch.Tensor
+            and not freqs.requires_grad
+            and not torch.compiler.is_compiling()
+        )
+        width = t.shape[-1]
+        sizes = t.shape[:-1], freqs.shape[:-1]
+        if not plain or freqs.shape[-1] != width or width % 2 or len(sizes[0]) != len(sizes[1]):
             return original(t, freqs, *args, **kwargs)
-        kept = vars(freqs).setdefault("_mpbridge_turns", {})
-        if t.dtype not in kept:
-            cos, sin, half = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype), t.shape[-1] // 2
-            kept[t.dtype] = cos, -sin[..., :half], sin[..., half:].contiguous()
-        return Rotary.apply(t, *kept[t.dtype])  # type: ignore[no-untyped-call]
+        if any(angles not in (1, size) for size, angles in zip(*sizes, strict=True)):
+            return original(t, freqs, *args, **kwargs)
+        state = 0 if freqs.is_inference() else freqs._version, freqs.data_ptr(), t.dtype
+        kept = _TURNS.get(freqs, {})
+        if state not in kept:
+            cos, sin = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype)
+            made = cos, -sin[..., : width // 2], sin[..., width // 2 :].contiguous()
+            if type(cos) is not torch.Tensor:
+                return Rotary.apply(t, *made)  # type: ignore[no-untyped-call]
+            _TURNS[freqs] = kept = {key: turn for key, turn in kept.items() if key[:2] == state[:2]} | {state: made}
+        return Rotary.apply(t, *kept[state])  # type: ignore[no-untyped-call]
 
     return apply

@@ -91,8 +91,9 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalised over the last axis."""
         if x.dtype is self.weight.dtype:
-            fused = x.device.type == "cpu" and x.dtype is not torch.float64
-            return RootMeanSquare.apply(x, self.weight, self.eps) if fused else super().forward(x)  # type: ignore[no-untyped-call]
+            if RootMeanSquare.takes(x):
+                return RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
+            return super().forward(x)
         return F.rms_norm(x.float(), list(self.normalized_shape), self.weight.float(), self.eps).to(self.weight.dtype)
 
 
