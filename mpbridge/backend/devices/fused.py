@@ -1,7 +1,8 @@
 """What a GPU computes in one kernel, in few passes over memory on a CPU: causal attention, RMSNorm, SwiGLU and rotary embedding.
 
-Each gives the results and gradients of the composite that torch or megatron-core would compute there, to the bit: the same operations in the same precision and
-order, without the copies, zeros and concatenations between them.
+Each gives the results and gradients of the composite that torch (2.13) or megatron-core would compute there, to the bit: the same operations in the same precision
+and order, without the copies, zeros and concatenations between them. The composite itself is left to compilers, to transformations of functions (torch.func) and
+to forward-mode differentiation, which look into it, and to other kinds of tensors.
 """
 
 import functools
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -19,6 +21,13 @@ BLOCK = 128
 
 CHUNK = 1 << 17
 """FP32 numbers of a norm that are worked on at a time: three arrays of 0.5 MB stay in a core's second-level cache."""
+
+
+def eager(*tensors: torch.Tensor) -> bool:
+    """Whether these are plain tensors, and nothing looks into what is computed with them."""
+    looked_into = torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    looked_into = looked_into or torch._C._functorch.peek_interpreter_stack() is not None
+    return not looked_into and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 class BlockedAttention(torch.autograd.Function):
@@ -88,16 +97,16 @@ def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
 
 
 class RootMeanSquare(torch.autograd.Function):
-    """x rsqrt(mean(x**2) + eps) weight over the last axis, in FP32 and rounded once, of x and weight of one 16-bit dtype on a CPU (`takes`).
+    """x rsqrt(mean(x**2) + eps) weight over the last axis, in FP32 and rounded once, of x and weight of one 16-bit dtype on a CPU (see `takes`).
 
     In FP32 torch's composite adds the gradients of x and of what else reads x in another order, so it has that to itself.
     """
 
     @staticmethod
-    def takes(x: torch.Tensor) -> bool:
-        """Whether it computes what torch's composite does: not for a subclass, which may have another idea of each operation."""
-        halves = x.dtype in (torch.bfloat16, torch.float16)
-        return halves and type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    def takes(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> bool:
+        """Whether it computes what torch's composite does."""
+        halves = x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu"
+        return halves and eps is not None and x.shape[-1:] == weight.shape and x.shape[-1] > 0 and eager(x, weight)
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -183,14 +192,14 @@ def with_swiglu(forward: Callable[..., Any]) -> Callable[..., Any]:
             config.bias_activation_fusion or config.use_te_activation_func or config.glu_linear_offset
             or any(value is not None for value in (per_token_scale, config.activation_func_clamp_value, *others.values()))
         )  # fmt: skip
-        if (
-            changed
-            or torch.compiler.is_compiling()
-            or not (config.gated_linear_unit and self.activation_func is config.activation_func is F.silu)
-        ):
+        if changed or not (config.gated_linear_unit and self.activation_func is config.activation_func is F.silu):
             return forward(self, hidden_states, per_token_scale, **others)
         wide, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(SwiGLU.apply(wide if bias is None else wide + bias))  # type: ignore[no-untyped-call]
+        wide = wide if bias is None else wide + bias
+        if eager(wide) and wide.shape[-1] % 2 == 0:
+            return self.linear_fc2(SwiGLU.apply(wide))  # type: ignore[no-untyped-call]
+        gate, linear = wide.chunk(2, -1)
+        return self.linear_fc2(F.silu(gate) * linear)
 
     return multiply
 
@@ -222,7 +231,7 @@ def _turned(t: torch.Tensor, cos: torch.Tensor, first: torch.Tensor, second: tor
 
 
 _TURNS: Any = WeakIdKeyDictionary()
-"""Tensor of angles -> (its version and memory, dtype) -> cos, -sin of the first half, sin of the second."""
+"""Tensor of angles -> {dtype: (its values then, (cos, -sin of the first half, sin of the second))}."""
 
 
 def with_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,26 +241,19 @@ def with_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plain = not args and all(value == 1.0 if name == "mscale" else not value for name, value in kwargs.items())
-        plain = (
-            plain
-            and type(t) is type(freqs) is torch.Tensor
-            and not freqs.requires_grad
-            and not torch.compiler.is_compiling()
-        )
-        width = t.shape[-1]
-        sizes = t.shape[:-1], freqs.shape[:-1]
-        if not plain or freqs.shape[-1] != width or width % 2 or len(sizes[0]) != len(sizes[1]):
+        fits = freqs.dim() == t.dim() and freqs.shape[-1] == t.shape[-1] and t.shape[-1] % 2 == 0
+        fits = fits and all(angles in (1, size) for size, angles in zip(t.shape, freqs.shape, strict=True))
+        if not plain or not fits or freqs.requires_grad or freqs.is_meta or not eager(t, freqs):
             return original(t, freqs, *args, **kwargs)
-        if any(angles not in (1, size) for size, angles in zip(*sizes, strict=True)):
-            return original(t, freqs, *args, **kwargs)
-        state = 0 if freqs.is_inference() else freqs._version, freqs.data_ptr(), t.dtype
-        kept = _TURNS.get(freqs, {})
-        if state not in kept:
-            cos, sin = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype)
-            made = cos, -sin[..., : width // 2], sin[..., width // 2 :].contiguous()
-            if type(cos) is not torch.Tensor:
-                return Rotary.apply(t, *made)  # type: ignore[no-untyped-call]
-            _TURNS[freqs] = kept = {key: turn for key, turn in kept.items() if key[:2] == state[:2]} | {state: made}
-        return Rotary.apply(t, *kept[state])  # type: ignore[no-untyped-call]
+        kept = _TURNS.setdefault(freqs, {})
+        values, turn = kept.get(t.dtype, (None, ()))
+        # by value: a version says nothing of what is written through .data or NumPy
+        if values is None or values.dtype is not freqs.dtype or not torch.equal(values, freqs):
+            cos, sin, half = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype), t.shape[-1] // 2
+            values, turn = freqs.detach().clone(), (cos, -sin[..., :half], sin[..., half:].contiguous())
+            # a mode that makes other tensors of plain ones is over by the next call
+            if eager(values, *turn):
+                kept[t.dtype] = values, turn
+        return Rotary.apply(t, *turn)  # type: ignore[no-untyped-call]
 
     return apply

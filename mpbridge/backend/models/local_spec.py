@@ -91,7 +91,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalised over the last axis."""
         if x.dtype is self.weight.dtype:
-            if RootMeanSquare.takes(x):
+            if RootMeanSquare.takes(x, self.weight, self.eps):
                 return RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
             return super().forward(x)
         return F.rms_norm(x.float(), list(self.normalized_shape), self.weight.float(), self.eps).to(self.weight.dtype)

@@ -1,6 +1,5 @@
 """Operations in one pass: against FP64, against torch's and megatron-core's composites, and that a model uses them."""
 
-import pickle
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from mpbridge.backend.devices.fused import (
     with_rotary,
     with_swiglu,
 )
+from mpbridge.backend.models.local_spec import RMSNorm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -99,29 +99,46 @@ def test_rms_norm_does_not_depend_on_the_process_defaults_and_leaves_frozen_weig
         torch.set_default_dtype(torch.float32)
 
 
-def test_what_is_not_a_16_bit_tensor_of_a_cpu_is_left_to_torch() -> None:
+def test_what_torch_would_compute_otherwise_is_left_to_it() -> None:
     class Own(torch.Tensor):
         pass
 
-    taken = torch.zeros(2, dtype=torch.bfloat16)
-    assert RootMeanSquare.takes(taken)
-    for other in (taken.float(), taken.double(), taken.to("meta"), taken.as_subclass(Own)):
-        assert not RootMeanSquare.takes(other)
+    taken, weight = torch.zeros(2, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+    assert RootMeanSquare.takes(taken, weight, 1e-5)
+    assert not RootMeanSquare.takes(taken, weight, None)
+    for other in (taken.float(), taken.to("meta"), taken.as_subclass(Own), taken[:, :1], taken[:, :0]):
+        assert not RootMeanSquare.takes(other, weight.to(other), 1e-5)
+    # torch.func looks into what it transforms
+    norm = RMSNorm(8, eps=1e-5).bfloat16()
+    assert torch.equal(torch.vmap(norm)(taken), norm(taken))
 
 
 def test_angles_that_change_are_computed_again_and_sizes_that_do_not_fit_are_megatron_cores_error() -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
     original = rope_utils._apply_rotary_pos_emb_bshd
-    ours, t, angles = with_rotary(original), torch.randn(4, 2, 3, 8), torch.randn(4, 1, 1, 4).repeat(1, 1, 1, 2)
-    copied = pickle.dumps(angles)
-    for change in (lambda: None, lambda: angles.mul_(2), lambda: setattr(angles, "data", angles[:1] * 3)):
-        change()
-        assert torch.equal(ours(t, angles), original(t, angles))
-    assert len(pickle.dumps(torch.randn(4, 1, 1, 8))) == len(copied)
+    ours, t = with_rotary(original), torch.randn(4, 2, 3, 8)
+
+    def change(angles: torch.Tensor) -> None:
+        for step in (
+            lambda: None,
+            lambda: angles.mul_(2),
+            lambda: angles.data.mul_(2),
+            lambda: setattr(angles, "data", angles[:1] * 3),
+            lambda: setattr(angles, "data", angles.double()),
+        ):
+            step()
+            assert torch.equal(ours(t, angles), original(t, angles))
+
+    change(angles := torch.randn(4, 1, 1, 4).repeat(1, 1, 1, 2))
+    with torch.inference_mode():
+        change(torch.randn(4, 1, 1, 4).repeat(1, 1, 1, 2))
+    assert not vars(angles)
     with pytest.raises(RuntimeError, match="match"):
         ours(t[:1], torch.randn(4, 1, 1, 8))
-    assert ours(torch.randn(4, 2, 3, 5), torch.randn(4, 1, 1, 5)[..., :4]).shape[-1] == 5
+    assert ours(torch.randn(4, 2, 3, 5), torch.randn(4, 1, 1, 4)).shape[-1] == 5
+    angles = torch.randn(2, 1, 4).repeat(1, 1, 2)
+    assert torch.equal(torch.vmap(lambda t: ours(t, angles))(t), original(t, angles[None]))
 
 
 def test_a_compiler_sees_megatron_cores_own_code() -> None:
