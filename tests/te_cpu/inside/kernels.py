@@ -276,6 +276,26 @@ def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> N
         tex.fused_topk_with_score_function_qb_fwd(logits, 3, None, bias, 0, None, counted, *equal)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "rank", "tokens"),
+    [
+        ([0, 4, 12], 0, [0, 3, 4, 5, 10, 11]),
+        ([0, 4, 12], 1, [1, 2, 6, 7, 8, 9]),
+        # by hand from the kernel's whole numbers: the halves of 3 and of 5 tokens per rank are 1 and 2
+        ([0, 6, 16], 0, [0, 3, 4, 6, 7, 12, 13, 14]),
+        ([0, 6, 16], 1, [1, 2, 3, 8, 9, 10, 11, 12]),
+        ([0, 0, 4], 0, [0, 3]),
+    ],
+    ids=str,
+)
+def test_a_context_parallel_rank_gets_its_share_of_packed_tokens(
+    lengths: list[int], rank: int, tokens: list[int]
+) -> None:
+    bounds = torch.tensor(lengths, dtype=torch.int32)
+    found = tex.thd_get_partitioned_indices(bounds, lengths[-1], 2, rank)
+    assert (found.dtype, found.tolist()) == (torch.int32, tokens)
+
+
 @pytest.mark.parametrize("at_once", [64, attention.CHUNK])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
