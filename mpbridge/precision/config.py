@@ -160,7 +160,7 @@ class MixedPrecisionConfig:
         def __new__(cls, *values: Any, **given: Any) -> Self:
             """Refuses an unknown field with the nearest name, and values without one, instead of Python's bare TypeError."""
             if values:
-                raise BadValue(f"MixedPrecisionConfig got {cut(', '.join(map(repr, values)))}, expected fields by name: bf16=True; a recipe's name is for get_mixed_precision_config, a mapping for from_data")  # fmt: skip
+                raise BadValue(f"MixedPrecisionConfig got {cut(', '.join(map(repr, values)))}, expected fields by name: bf16=True; a recipe's name or a config is for get_mixed_precision_config, a mapping for MixedPrecisionConfig.from_data")  # fmt: skip
             for name in given:
                 if name not in cls.__dataclass_fields__:
                     raise UnknownName("field of MixedPrecisionConfig", name, cls.__dataclass_fields__)

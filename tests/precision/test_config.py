@@ -122,7 +122,7 @@ def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("given", [True, "bf16_mixed", {"bf16": True}])
 def test_a_value_without_a_name_is_refused_with_the_way_out(given: Any) -> None:
-    said = rf"got {re.escape(repr(given))}, expected .*bf16=True.*get_mixed_precision_config.*from_data"
+    said = rf"got {re.escape(repr(given))}, expected .*bf16=True.*get_mixed_precision_config.*MixedPrecisionConfig\.from_data"
     with pytest.raises(BadValue, match=said):
         MixedPrecisionConfig(given)
 

@@ -98,6 +98,7 @@ TRAITS = EngineTraits(
     wide_storage=True,
     quantizers=frozenset({"transformer_engine", "torchao"}),
     checkpoints="shards",
+    casts_outputs=True,
     refuses={"gradient_accumulation_fusion": "it writes into megatron-core's own gradient buffers, and FSDP2 has none"},
     rules="mpbridge.backend.engines.fsdp2_traits:RULES",
 )

@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
         "another parallel size, or another model size", f"{MODEL_CONFIG}; transformer/moe/moe_layer.py BaseMoELayer.__init__ for experts"),
     row("layers-do-not-divide", _unstaged,
         "each pipeline stage to get whole layers",
-        "another parallel.pipeline_model_parallel_size, or model.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+        "another parallel.pipeline_model_parallel_size or parallel.virtual_pipeline_model_parallel_size, or model.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
         "megatron-core 0.16.1 transformer_block.py get_num_layers_to_build"),
     row("other-models-are-not-built", lambda c: ", ".join(f"model.{name}={say(c.model(name))}" for name in _OTHER_MODELS if c.model(name)),
         "none of them: mpbridge builds one kind of GPT layer, for training; these would be ignored silently",

@@ -15,8 +15,10 @@ from mpbridge.common.report.progress import ProgressLine
 from mpbridge.common.tables import table
 
 
-def _shown(*, terminal: bool, bar: bool = True) -> str:
-    out = Console(file=io.StringIO(), force_terminal=terminal, width=150, highlight=False)
+def _shown(*, terminal: bool, bar: bool = True, redraws: bool = True) -> str:
+    out = Console(
+        file=io.StringIO(), force_terminal=terminal, force_interactive=terminal and redraws, width=150, highlight=False
+    )
     with ProgressLine(out, total=25, interval=10, bar=bar) as progress:
         for step in range(1, 26):
             progress.step(step, f"loss {step}.0")
@@ -32,6 +34,10 @@ def test_a_terminal_gets_a_bar_too_unless_it_is_switched_off() -> None:
     assert _shown(terminal=True).count("25/25") > 1 == _shown(terminal=True, bar=False).count("25/25")
     assert "step 20/25" in _shown(terminal=True)
     assert "step 20/25" in _shown(terminal=True, bar=False)
+
+
+def test_a_terminal_that_redraws_nothing_gets_the_lines_of_a_log_file() -> None:
+    assert _shown(terminal=True, redraws=False) == _shown(terminal=False)
 
 
 RUN = """

@@ -17,7 +17,7 @@ from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, built, facts
 
 from mpbridge import apply, wrap
 from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UnknownName, UpstreamRefused
-from mpbridge.common.facts import RunFacts
+from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
@@ -105,9 +105,29 @@ def test_what_no_field_expresses_is_refused_before_anything_is_written(said: str
         wrap(types.SimpleNamespace(config=objects.model), made, objects.optimizer)
 
 
-@pytest.mark.parametrize("said", [said for said in UNSAID if said != "logit_dtype=fp32"])  # which the engine builds
+RULES = {
+    "main weights": "fp32-storage-under-16-bit-compute",
+    "main_params_dtype=fp16": "fp16-parameters-alone",
+    "main_grads_dtype=bf16": "states-need-precision-aware",
+    "grad_accumulation_dtype=fp32": "accumulator-apart-from-the-wire",
+    "output_dtype=fp32": "nothing-casts-what-is-returned",
+}
+"""Of all but logit_dtype, which the engine builds."""
+
+
+@pytest.mark.parametrize("said", RULES)
 def test_what_no_field_expresses_breaks_a_rule_of_megatron_cores_engine(said: str) -> None:
-    assert [one for one in broken(resolve(UNSAID[said]), RunFacts(shape=SHAPE)) if one.severity == "error"]
+    found = broken(resolve(UNSAID[said]), RunFacts(shape=SHAPE))
+    assert [one.rule for one in found if one.severity == "error"] == [RULES[said]]
+
+
+def test_an_output_dtype_that_a_stage_sends_breaks_no_rule() -> None:
+    sent = MixedPrecisionConfig(bf16=True, fp32_residual_connection=True, output_dtype="fp32")
+    for stages, found in ((1, ["nothing-casts-what-is-returned"]), (2, [])):
+        run = RunFacts(
+            shape=SHAPE, model={"fp32_residual_connection": True}, parallel=Parallel(world_size=stages, pipeline=stages)
+        )
+        assert [one.rule for one in broken(resolve(sent), run) if one.severity == "error"] == found
 
 
 RULE = MixedPrecisionConfig(
