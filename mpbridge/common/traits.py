@@ -70,7 +70,7 @@ class EngineTraits:
     wide_storage: bool = False
     """Whether it supports FP32 parameters with 16-bit compute."""
     casts_outputs: bool = False
-    """Whether it casts what a wrapped module returns to the recipe's output_dtype."""
+    """Whether it casts what a layer returns to the recipe's output_dtype."""
     stored_weights: bool = False
     """Whether weights can be stored in low precision."""
     per_token_loss: bool = False

@@ -208,11 +208,16 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) 
 def thd_get_partitioned_indices(
     cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
 ) -> torch.Tensor:
-    """A context-parallel rank's share of the tokens: from every sequence, one chunk from the front and its mirror image from the back.
+    """A context-parallel rank's share of the tokens: from every sequence, one chunk from the front and its mirror image from the back. Raises RuntimeError
+    as the GPU's does.
 
     A sequence whose length is no multiple of twice the ranks is cut where the kernel's whole numbers cut it (context_parallel.cu, whose assertion a release
-    build leaves out): every rank gets as many tokens as the others.
+    build leaves out): every rank gets as many tokens as the others, some of them twice and some by none.
     """
+    if total_tokens <= 0 or total_tokens % (2 * world_size) or not 0 <= rank < world_size or len(cu_seqlens) < 2:
+        raise RuntimeError(
+            f"Assertion failed: {total_tokens} tokens of {len(cu_seqlens) - 1} sequences for rank {rank} of {world_size}, expected one sequence at least, and a multiple of twice the ranks"
+        )
     bounds = cu_seqlens.long() // world_size
     token = torch.arange(total_tokens // world_size)
     sequence = torch.bucketize(token, bounds[1:-1], right=True)

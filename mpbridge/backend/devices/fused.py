@@ -1,8 +1,8 @@
 """What a GPU computes in one kernel, in few passes over memory on a CPU: causal attention, RMSNorm, SwiGLU and rotary embedding.
 
 Each gives the results and gradients of the composite that torch (2.13) or megatron-core would compute there, to the bit: the same operations in the same precision
-and order, without the copies, zeros and concatenations between them. The composite itself is left to compilers, to transformations of functions (torch.func) and
-to forward-mode differentiation, which look into it, and to other kinds of tensors.
+and order, without the copies, zeros and concatenations between them. Attention aside, the composite itself is left to compilers, to tracing, to transformations of
+functions (torch.func) and to forward-mode differentiation, which look into it, and to other kinds of tensors. A second derivative is an error.
 """
 
 import functools
@@ -25,7 +25,9 @@ CHUNK = 1 << 17
 
 def eager(*tensors: torch.Tensor) -> bool:
     """Whether these are plain tensors, and nothing looks into what is computed with them."""
-    looked_into = torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    looked_into = (
+        torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
+    )
     looked_into = looked_into or torch._C._functorch.peek_interpreter_stack() is not None
     return not looked_into and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
 
@@ -61,6 +63,7 @@ class BlockedAttention(torch.autograd.Function):
         return out.view(length, batch, -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of query, key and value; starts at the last block, which attends to all keys."""
         q, k, v, *kept = ctx.saved_tensors
@@ -240,10 +243,13 @@ def with_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # a dispatch mode may stand for other tensors, whose values cannot be compared
+        if torch._C._len_torch_dispatch_stack() > 0 or not eager(t, freqs):
+            return original(t, freqs, *args, **kwargs)
         plain = not args and all(value == 1.0 if name == "mscale" else not value for name, value in kwargs.items())
         fits = freqs.dim() == t.dim() and freqs.shape[-1] == t.shape[-1] and t.shape[-1] % 2 == 0
         fits = fits and all(angles in (1, size) for size, angles in zip(t.shape, freqs.shape, strict=True))
-        if not plain or not fits or freqs.requires_grad or freqs.is_meta or not eager(t, freqs):
+        if not plain or not fits or freqs.requires_grad or freqs.is_meta:
             return original(t, freqs, *args, **kwargs)
         kept = _TURNS.setdefault(freqs, {})
         values, turn = kept.get(t.dtype, (None, ()))
@@ -251,9 +257,7 @@ def with_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
         if values is None or values.dtype is not freqs.dtype or not torch.equal(values, freqs):
             cos, sin, half = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype), t.shape[-1] // 2
             values, turn = freqs.detach().clone(), (cos, -sin[..., :half], sin[..., half:].contiguous())
-            # a mode that makes other tensors of plain ones is over by the next call
-            if eager(values, *turn):
-                kept[t.dtype] = values, turn
+            kept[t.dtype] = values, turn
         return Rotary.apply(t, *turn)  # type: ignore[no-untyped-call]
 
     return apply

@@ -55,7 +55,7 @@ class ProgressLine:
         self._task: Any = 0
         self._drawn = 0.0
         self._cell = _CellBar(total) if bar and in_notebook() and not console.quiet else None
-        if bar and console.is_interactive:
+        if bar and console.is_terminal and console.is_interactive:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             text = TextColumn("{task.description}")
@@ -110,7 +110,7 @@ def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    if quiet or not console.is_interactive:
+    if quiet or not (console.is_terminal and console.is_interactive):
         # rich would end what it cannot redraw (TERM=dumb; a disabled bar of older releases) with an empty line
         yield lambda done, total: None
         return

@@ -115,6 +115,12 @@ RULES: tuple[Rule, ...] = (
         "set mixed_precision.pipeline_dtype to the dtype that is sent",
         "megatron-core 0.16.1 pipeline_parallel/p2p_communication.py, measured on gloo; Megatron-LM transformer_config.py (d98e8a64) forces fp32 residuals",
         when=lambda c: c.run.parallel.pipeline > 1 and c.policy.pipeline is not _sent(c)),
+    # what a stage sends is also said by output_dtype, where a recipe has no pipeline_dtype
+    row("nothing-casts-what-is-returned", "output_dtype={c.policy.output.short} with {c.policy.compute.short} compute on {c.traits.full_name}",
+        "the compute dtype: the engine does not cast what a layer returns", "mixed_precision.output_dtype=null",
+        "megatron-core 0.16.1 transformer/module.py: Float16Module casts what the first stage takes and, to FP32, what the last one returns",
+        when=lambda c: c.policy.output is not c.policy.compute and not c.traits.casts_outputs
+        and not (c.run.parallel.pipeline > 1 and c.policy.pipeline is c.policy.output is _sent(c))),
     row("fp32-residual-in-fp32", "fp32_residual_connection in an FP32 run",
         "bf16 or fp16 compute",
         "mixed_precision.fp32_residual_connection=false", ARGUMENTS,

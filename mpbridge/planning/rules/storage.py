@@ -130,11 +130,6 @@ RULES: tuple[Rule, ...] = (
         "16-bit parameters with an FP32 main copy: megatron-core's Float16Module casts the whole model",
         "engine=fsdp2, or mixed_precision.params_dtype=null", "megatron-core 0.16.1 transformer/module.py Float16Module",
         about="fp32_storage", when=lambda c: not c.traits.wide_storage and c.policy.params is DType.FP32 and c.policy.compute is not DType.FP32),
-    # a stage sends what pipeline_dtype says, which is output_dtype where a recipe does not say it
-    row("nothing-casts-what-is-returned", "output_dtype={c.policy.output.short} with {c.policy.compute.short} compute on {c.traits.full_name}",
-        "the compute dtype: the engine does not cast what a module returns", "mixed_precision.output_dtype=null",
-        "megatron-core 0.16.1 transformer/module.py Float16Module; mpbridge.apply and mpbridge.wrap refuse the same",
-        when=lambda c: c.policy.output is not c.policy.compute and not c.traits.casts_outputs and not (c.run.parallel.pipeline > 1 and c.policy.pipeline is c.policy.output)),
     row("fp16-parameters-alone", "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
         "FP32 main weights, or FP16 ones kept by FusedAdam: otherwise updates below 2**-11 of a weight are lost, and small weights underflow",
         "mixed_precision.main_params_dtype=fp32", "arXiv 1710.03740, section 3.1",

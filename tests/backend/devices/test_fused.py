@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpbridge.backend.devices.fused import (
     BlockedAttention,
@@ -106,8 +107,9 @@ def test_what_torch_would_compute_otherwise_is_left_to_it() -> None:
     taken, weight = torch.zeros(2, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
     assert RootMeanSquare.takes(taken, weight, 1e-5)
     assert not RootMeanSquare.takes(taken, weight, None)
-    for other in (taken.float(), taken.to("meta"), taken.as_subclass(Own), taken[:, :1], taken[:, :0]):
+    for other in (taken.float(), taken.to("meta"), taken.as_subclass(Own), taken[:, :1]):
         assert not RootMeanSquare.takes(other, weight.to(other), 1e-5)
+    assert not RootMeanSquare.takes(taken[:, :0], weight[:0], 1e-5)
     # torch.func looks into what it transforms
     norm = RMSNorm(8, eps=1e-5).bfloat16()
     assert torch.equal(torch.vmap(norm)(taken), norm(taken))
@@ -139,6 +141,24 @@ def test_angles_that_change_are_computed_again_and_sizes_that_do_not_fit_are_meg
     assert ours(torch.randn(4, 2, 3, 5), torch.randn(4, 1, 1, 4)).shape[-1] == 5
     angles = torch.randn(2, 1, 4).repeat(1, 1, 2)
     assert torch.equal(torch.vmap(lambda t: ours(t, angles))(t), original(t, angles[None]))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q = torch.randn(5, 1, 2, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(BlockedAttention.apply(q, q * 2, q, 0.5).square().sum(), q, create_graph=True)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="twice"):
+        first.square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_a_trace_keeps_the_angles_as_an_input() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    apply = with_rotary(rope_utils._apply_rotary_pos_emb_bshd)
+    t, *angles = torch.randn(4, 2, 3, 8), *(torch.randn(4, 1, 1, 4).repeat(1, 1, 1, 2) for _ in range(2))
+    apply(t, angles[0])
+    for traced in (torch.jit.trace(apply, (t, angles[0])), make_fx(lambda t, angles: apply(t, angles))(t, angles[0])):
+        assert torch.equal(traced(t, angles[1]), apply(t, angles[1]))
 
 
 def test_a_compiler_sees_megatron_cores_own_code() -> None:

@@ -277,23 +277,33 @@ def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> N
 
 
 @pytest.mark.parametrize(
-    ("lengths", "rank", "tokens"),
+    ("lengths", "ranks", "rank", "tokens"),
     [
-        ([0, 4, 12], 0, [0, 3, 4, 5, 10, 11]),
-        ([0, 4, 12], 1, [1, 2, 6, 7, 8, 9]),
+        ([0, 4, 12], 2, 0, [0, 3, 4, 5, 10, 11]),
+        ([0, 4, 12], 2, 1, [1, 2, 6, 7, 8, 9]),
         # by hand from the kernel's whole numbers: the halves of 3 and of 5 tokens per rank are 1 and 2
-        ([0, 6, 16], 0, [0, 3, 4, 6, 7, 12, 13, 14]),
-        ([0, 6, 16], 1, [1, 2, 3, 8, 9, 10, 11, 12]),
-        ([0, 0, 4], 0, [0, 3]),
+        ([0, 6, 16], 2, 0, [0, 3, 4, 6, 7, 12, 13, 14]),
+        ([0, 6, 16], 2, 1, [1, 2, 3, 8, 9, 10, 11, 12]),
+        ([0, 0, 4], 2, 0, [0, 3]),
+        ([0, 8, 24], 4, 1, [1, 6, 10, 11, 20, 21]),
+        # 3 and 1 tokens per rank, whose halves are 1 and 0
+        ([0, 12, 16], 4, 2, [2, 5, 6, 12]),
+        ([0, 12, 16], 4, 3, [3, 4, 5, 12]),
     ],
     ids=str,
 )
 def test_a_context_parallel_rank_gets_its_share_of_packed_tokens(
-    lengths: list[int], rank: int, tokens: list[int]
+    lengths: list[int], ranks: int, rank: int, tokens: list[int]
 ) -> None:
     bounds = torch.tensor(lengths, dtype=torch.int32)
-    found = tex.thd_get_partitioned_indices(bounds, lengths[-1], 2, rank)
+    found = tex.thd_get_partitioned_indices(bounds, lengths[-1], ranks, rank)
     assert (found.dtype, found.tolist()) == (torch.int32, tokens)
+    # what is beyond the last sequence is counted to it
+    beyond = tex.thd_get_partitioned_indices(bounds, lengths[-1] + 2 * ranks, ranks, rank)
+    assert (len(beyond), beyond.tolist()[: len(tokens)]) == (len(tokens) + 2, tokens)
+    for total, of, which in ((lengths[-1] + ranks, ranks, rank), (0, ranks, rank), (lengths[-1], ranks, ranks)):
+        with pytest.raises(RuntimeError, match="multiple of twice the ranks"):
+            tex.thd_get_partitioned_indices(bounds, total, of, which)
 
 
 @pytest.mark.parametrize("at_once", [64, attention.CHUNK])
