@@ -1,8 +1,9 @@
 """What a GPU computes in one kernel, in few passes over memory on a CPU: causal attention, RMSNorm, SwiGLU and rotary embedding.
 
 Each gives the results and gradients of the composite that torch (2.13) or megatron-core would compute there, to the bit: the same operations in the same precision
-and order, without the copies, zeros and concatenations between them. Attention aside, the composite itself is left to compilers, to tracing, to transformations of
-functions (torch.func) and to forward-mode differentiation, which look into it, and to other kinds of tensors. A second derivative is an error.
+and order, without the copies, zeros and concatenations between them. Attention aside, the composite itself is left to compilers, to torch.jit.trace, to transformations
+of functions (torch.func) and to forward-mode differentiation, which look into it, and to other kinds of tensors. Gradients have no derivatives: a second one is
+refused where it would go through the incoming gradient, and else is missing.
 """
 
 import functools
@@ -244,7 +245,7 @@ def with_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # a dispatch mode may stand for other tensors, whose values cannot be compared
-        if torch._C._len_torch_dispatch_stack() > 0 or not eager(t, freqs):
+        if not eager(t, freqs) or torch._C._len_torch_dispatch_stack() > 0:
             return original(t, freqs, *args, **kwargs)
         plain = not args and all(value == 1.0 if name == "mscale" else not value for name, value in kwargs.items())
         fits = freqs.dim() == t.dim() and freqs.shape[-1] == t.shape[-1] and t.shape[-1] % 2 == 0
