@@ -147,6 +147,10 @@ class PrecisionPolicy:
         """Whether compute is narrower than FP32."""
         return self.compute is not DType.FP32
 
+    def returned(self, stages: int, wide: bool) -> bool:
+        """Whether modules return `output` though nothing casts it: the compute dtype, or FP32 where several stages send a `wide` (FP32) residual stream."""
+        return self.output is self.compute or (wide and stages > 1 and self.pipeline is self.output is DType.FP32)
+
     @property
     def ends(self) -> tuple[int, int] | None:
         """(first, last): number of layers at each end that are not quantized; None if there is no such region."""

@@ -39,7 +39,8 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
         raise Refused(
             "ddp.use_megatron_fsdp=True, and wrap builds plain DDP: engine=megatron_fsdp of mpbridge, or ddp.use_megatron_fsdp=False"
         )
-    refuse_unkept(dataclasses.replace(plan, writes=(), targets={"ddp": ddp, "optimizer": optimizer_config}))
+    given = {"model": config, "ddp": ddp, "optimizer": optimizer_config}
+    refuse_unkept(dataclasses.replace(plan, writes=(), targets=given))
     _require_applied(chunks, plan)
     chunks = [in_precision(config, chunk, plan.policy) for chunk in chunks]
     plain = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]

@@ -119,8 +119,7 @@ RULES: tuple[Rule, ...] = (
     row("nothing-casts-what-is-returned", "output_dtype={c.policy.output.short} with {c.policy.compute.short} compute on {c.traits.full_name}",
         "the compute dtype: the engine does not cast what a layer returns", "mixed_precision.output_dtype=null",
         "megatron-core 0.16.1 transformer/module.py: Float16Module casts what the first stage takes and, to FP32, what the last one returns",
-        when=lambda c: c.policy.output is not c.policy.compute and not c.traits.casts_outputs
-        and not (c.run.parallel.pipeline > 1 and c.policy.pipeline is c.policy.output is _sent(c))),
+        when=lambda c: not c.traits.casts_outputs and not c.policy.returned(c.run.parallel.pipeline, _residual(c))),
     row("fp32-residual-in-fp32", "fp32_residual_connection in an FP32 run",
         "bf16 or fp16 compute",
         "mixed_precision.fp32_residual_connection=false", ARGUMENTS,

@@ -79,6 +79,7 @@ class Facts:
 
 ASKED: Final[tuple[tuple[Target, str], ...]] = (
     ("model", "apply_query_key_layer_scaling"),
+    ("model", "pipeline_model_parallel_size"),
     ("optimizer", "use_distributed_optimizer"),
     ("ddp", "use_distributed_optimizer"),
     ("ddp", "use_megatron_fsdp"),

@@ -11,18 +11,21 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, built, facts_of, fresh, live, planned
+from sync_kit import FOREIGN, GPU, HERE, INPUTS, MODELS, POLICIES, applied, built, facts_of, fresh, live, planned
 
 from mpbridge import apply, wrap
 from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UnknownName, UpstreamRefused
 from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.megatron_spec.versions import SINCE_017, current
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.apply import commit
 from mpbridge.precision.sync.plan import plan
+from mpbridge.precision.sync.unkept import refuse_unkept
 from tests.planning.rules.config_cases import SHAPE
 
 BF16, CURRENT = POLICIES["bf16_mixed"], POLICIES["bf16_with_fp8_current_scaling_mixed"]
@@ -134,6 +137,34 @@ def test_an_output_dtype_that_a_stage_sends_breaks_no_rule(stages: int, residual
     sizes = Parallel(world_size=stages, pipeline=stages)
     run = RunFacts(shape=SHAPE, model={"fp32_residual_connection": residual}, parallel=sizes)
     assert sorted(one.rule for one in broken(policy, run) if one.severity == "error") == found
+
+
+@pytest.mark.parametrize(
+    ("core", "stages", "residual", "refused"),
+    [("0.16.1", 2, True, True), ("0.20.0", 2, True, False), ("0.20.0", 2, False, True), ("0.20.0", 1, True, True)],
+)
+def test_an_output_dtype_is_refused_unless_megatron_cores_own_stages_return_it(
+    core: str, stages: int, residual: bool, refused: bool
+) -> None:
+    # mpbridge's own models, which the rule judges, keep the stream in FP32 with 0.16.1 too
+    inputs = MODELS["dense"] | {"pipeline_model_parallel_size": stages, "pipeline_dtype": torch.float32}
+    objects = live({"model": inputs, "optimizer": {"lr": 1e-3}, "ddp": {}})
+    config = MixedPrecisionConfig(bf16=True, fp32_residual_connection=residual, output_dtype="fp32")
+    made = planned(objects, resolve(config))
+    with pytest.raises(Refused, match="output_dtype=fp32") if refused else contextlib.nullcontext():
+        refuse_unkept(made, core)
+    refuse_unkept(dataclasses.replace(made, targets={"ddp": objects.ddp}), "0.20.0")  # the model decides
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_megatron_cores_own_layer_rounds_an_fp32_residual_stream(residual: bool) -> None:
+    add = get_bias_dropout_add(training=True, fused=False)
+    branch, stream = (
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch.zeros(4, dtype=torch.float32 if residual else torch.bfloat16),
+    )
+    kept = residual and SINCE_017.holds(current())
+    assert add((branch, None), stream, 0.0).dtype is (torch.float32 if kept else torch.bfloat16)
 
 
 RULE = MixedPrecisionConfig(
