@@ -57,14 +57,20 @@ def _unstaged(case: Case) -> str | None:
     return None
 
 
+def _staged(virtual: object) -> str:
+    """The cure for layers that do not divide; virtual: whether the run has virtual stages."""
+    more = " or parallel.virtual_pipeline_model_parallel_size" if virtual else ""
+    return f"another parallel.pipeline_model_parallel_size{more}, or model.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+
+
 RULES: tuple[Rule, ...] = (
     row("sizes-do-not-divide", lambda c: undivided(c.run),
         "every size to be a multiple of the number of ranks that it is split over",
         "another parallel size, or another model size", f"{MODEL_CONFIG}; transformer/moe/moe_layer.py BaseMoELayer.__init__ for experts"),
     row("layers-do-not-divide", _unstaged,
         "each pipeline stage to get whole layers",
-        "another parallel.pipeline_model_parallel_size or parallel.virtual_pipeline_model_parallel_size, or model.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
-        "megatron-core 0.16.1 transformer_block.py get_num_layers_to_build"),
+        _staged(virtual=True), "megatron-core 0.16.1 transformer_block.py get_num_layers_to_build",
+        cure_here=lambda c: _staged(c.run.parallel.virtual_pipeline)),
     row("other-models-are-not-built", lambda c: ", ".join(f"model.{name}={say(c.model(name))}" for name in _OTHER_MODELS if c.model(name)),
         "none of them: mpbridge builds one kind of GPT layer, for training; these would be ignored silently",
         "drop them", "mpbridge/backend/models/gpt.py; megatron-core 0.16.1 gpt_layer_specs.py takes them as arguments"),

@@ -435,6 +435,13 @@ def test_sizes_are_divided_where_something_is_built_of_them(shape, parallel, fou
     assert undivided(run) == found
 
 
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_virtual_stages_are_a_cure_only_of_a_run_that_has_them(virtual):
+    sizes = Parallel(world_size=3, pipeline=3, virtual_pipeline=virtual)
+    (found,) = broken(*case(parallel=sizes), among={"layers-do-not-divide"})
+    assert ("virtual" in found.cure) is (virtual is not None)
+
+
 RETIRING = [rule for rule in rules() if rule.holds]
 
 
