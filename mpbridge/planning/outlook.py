@@ -111,7 +111,7 @@ class Outlook:
     @property
     def undivided(self) -> str:
         """What does not divide, as text: `check` answers no, and every verb that shows a part of it refuses; "" if everything divides."""
-        return "; ".join(str(one).removeprefix("error ") for one in self.errors if one.rule in _DIVIDE)
+        return "; ".join(str(one).removeprefix("error ") for one in broken(self.policy, self.facts, _DIVIDE))
 
     @cached_property
     def no_answer(self) -> str:

@@ -104,6 +104,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "show": (2, "NAME", "help show"),
     "show gone.yaml": (2, "gone.yaml", "No such file"),
     "show fp8_cs --layers 0": (2, "--layers 0", "expected at least 1"),
+    "memory parallel.tensor_model_parallel_size=3": (1, "num_attention_heads 4 by tensor 3", "another parallel size"),
     "memory --rank 99": (2, "rank 99", "expected 0 to 0"),
     "layouts": (2, "has no rates in the table", "name a --target"),
     "rehearse --steps 0": (2, "--steps 0", "expected at least 1"),
