@@ -27,6 +27,7 @@ def refuse_unkept(plan: Plan, core: str | None = None) -> None:
     aware = _says(plan, "optimizer", "use_precision_aware_optimizer") if stated is None else stated
     model = plan.targets.get("model")
     stages = 2 if model is None else read(model, "pipeline_model_parallel_size")
+    stages = stages if isinstance(stages, int) else 1
     # before 0.17 the stream is rounded in its first addition (fused_bias_dropout.py)
     wide = SINCE_017.holds(core) and _says(plan, "model", "fp32_residual_connection") is not False
     low, alone = policy.compute.short, policy.narrow_alone
@@ -47,8 +48,10 @@ def refuse_unkept(plan: Plan, core: str | None = None) -> None:
          " tells the two apart; mixed_precision.grad_accumulation_dtype=null"),
         (rules,
          f"{rules}: megatron-core before 0.17 would keep them in 16 bits, a later one quantizes either FP8 or FP4 anew; {STORING_CURE}"),
-        (not policy.returned(stages if isinstance(stages, int) else 1, wide),
+        (not policy.returned(stages, wide),
          f"output_dtype={policy.output.short} with {low} compute: only engine=fsdp2 of mpbridge casts what a module returns; mixed_precision.output_dtype=null"),
+        (model is not None and stages > 1 and not wide and policy.pipeline is not policy.compute,
+         f"pipeline_dtype={policy.pipeline.short} on {stages} stages: megatron-core's layers send {low}, before 0.17 with fp32_residual_connection too; mixed_precision.pipeline_dtype=null"),
         (policy.logits is not None,
          f"logit_dtype={say(policy.logits)}: an argument of models, no field; mpbridge's engines build the output layer that way; mixed_precision.logit_dtype=null"),
     )  # fmt: skip

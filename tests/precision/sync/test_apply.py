@@ -156,6 +156,20 @@ def test_an_output_dtype_is_refused_unless_megatron_cores_own_stages_return_it(
     refuse_unkept(dataclasses.replace(made, targets={"ddp": objects.ddp}), "0.20.0")  # the model decides
 
 
+@pytest.mark.parametrize(
+    ("core", "stages", "residual", "refused"),
+    [("0.16.1", 2, True, True), ("0.16.1", 1, True, False), ("0.20.0", 2, True, False), ("0.20.0", 2, False, True)],
+)
+def test_a_pipeline_dtype_that_megatron_cores_own_stages_do_not_send_is_refused(
+    core: str, stages: int, residual: bool, refused: bool
+) -> None:
+    inputs = MODELS["dense"] | {"pipeline_model_parallel_size": stages}
+    config = MixedPrecisionConfig(bf16=True, fp32_residual_connection=residual, pipeline_dtype="fp32")
+    made = plan(resolve(config), model=inputs, core=core)
+    with pytest.raises(Refused, match="pipeline_dtype=fp32 on 2 stages") if refused else contextlib.nullcontext():
+        refuse_unkept(made, core)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 def test_megatron_cores_own_layer_rounds_an_fp32_residual_stream(residual: bool) -> None:
     add = get_bias_dropout_add(training=True, fused=False)
