@@ -10,7 +10,6 @@ from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, ref
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
-from mpbridge.common.errors import Refused
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables import ByteUnit, count, unit_for
 from mpbridge.planning.estimate.candidates import line
@@ -43,13 +42,12 @@ ARGUMENTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table. Returns 1 if the run is not valid, or if a GPU is known and it does not fit. Raises Refused if sizes do not divide."""
+    """Prints the table. Returns 1 if the run is not valid, or if a GPU is known and it does not fit."""
     where, made = asked(args)
     outlook = where.outlook(made)
     facts = outlook.facts
-    if outlook.undivided:
-        raise Refused(outlook.undivided)
-    mine = outlook.memory if args.rank is None else memory(made.policy, facts, rank=args.rank)
+    mine = outlook.memory  # refuses what no rank could hold, whichever is asked for
+    mine = mine if args.rank is None else memory(made.policy, facts, rank=args.rank)
     other = reference(made, where)
     compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
     pipeline = facts.parallel.pipeline

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpbridge.common.errors import BadValue, MpbridgeError, Refused
+from mpbridge.common.errors import MpbridgeError, Refused
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables import GIB
@@ -74,11 +74,10 @@ class Outlook:
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes of the fullest rank. Raises Refused if layers cannot be divided as requested."""
-        try:
-            return memory(self.policy, self.facts)
-        except BadValue as error:
-            raise (Refused(str(error)) if self.undivided else error) from None
+        """Bytes of the fullest rank. Raises Refused if layers or sizes cannot be divided as requested."""
+        if self.undivided:
+            raise Refused(self.undivided)
+        return memory(self.policy, self.facts)
 
     @cached_property
     def answer(self) -> str:
@@ -103,12 +102,11 @@ class Outlook:
         """The predicted step. Raises Refused if the machine does not run the recipe natively or sizes do not divide, BadValue if the run cannot be priced."""
         if self.machine.gpu:
             refuse_unless_native(self.policy, self.machine, self.facts.versions)
-        try:
-            return estimate(self.policy, self.facts, None, self.using)
-        except BadValue as error:
-            raise (Refused(str(error)) if self.undivided and self.machine.peak else error) from None
+        if self.undivided and self.machine.peak:
+            raise Refused(self.undivided)
+        return estimate(self.policy, self.facts, None, self.using)
 
-    @property
+    @cached_property
     def undivided(self) -> str:
         """What does not divide, as text: `check` answers no, and every verb that shows a part of it refuses; "" if everything divides."""
         return "; ".join(str(one).removeprefix("error ") for one in broken(self.policy, self.facts, _DIVIDE))
@@ -123,7 +121,7 @@ class Outlook:
         try:
             _ = self.memory
         except MpbridgeError as error:
-            return error.line
+            return "layers or sizes do not divide" if self.undivided else error.line
         return ""
 
     @cached_property
@@ -134,7 +132,7 @@ class Outlook:
         try:
             _ = self.time
         except MpbridgeError as error:
-            return error.line
+            return "layers or sizes do not divide" if self.undivided else error.line
         return ""
 
     @cached_property

@@ -149,7 +149,7 @@ class PrecisionPolicy:
 
     def returned(self, stages: int, wide: bool) -> bool:
         """Whether modules return `output` though nothing casts it: the compute dtype, or FP32 where several stages send a `wide` (FP32) residual stream."""
-        return self.output is self.compute or (wide and stages > 1 and self.pipeline is self.output is DType.FP32)
+        return self.output is self.compute or (wide and stages > 1 and self.output is DType.FP32)
 
     @property
     def ends(self) -> tuple[int, int] | None:

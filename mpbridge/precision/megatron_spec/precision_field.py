@@ -80,6 +80,8 @@ class Facts:
 ASKED: Final[tuple[tuple[Target, str], ...]] = (
     ("model", "apply_query_key_layer_scaling"),
     ("model", "pipeline_model_parallel_size"),
+    ("model", "pipeline_model_parallel_layout"),
+    ("model", "account_for_embedding_in_pipeline_split"),
     ("optimizer", "use_distributed_optimizer"),
     ("ddp", "use_distributed_optimizer"),
     ("ddp", "use_megatron_fsdp"),

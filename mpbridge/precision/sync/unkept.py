@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.formats import DType, say
+from mpbridge.precision.megatron_spec.precision_field import UNSET
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017, current
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.sync.plan import Plan
@@ -12,6 +13,8 @@ from mpbridge.precision.sync.targets import read
 STORING_CURE = (
     "the rules without fp8_param_gather and fp4_param_gather, or megatron-core 0.17 or later and one of the two"
 )
+
+_LEAVE_A_STAGE_EMPTY = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
 
 
 def refuse_unkept(plan: Plan, core: str | None = None) -> None:
@@ -28,8 +31,10 @@ def refuse_unkept(plan: Plan, core: str | None = None) -> None:
     model = plan.targets.get("model")
     stages = 2 if model is None else read(model, "pipeline_model_parallel_size")
     stages = stages if isinstance(stages, int) else 1
-    # before 0.17 the stream is rounded in its first addition (fused_bias_dropout.py)
-    wide = SINCE_017.holds(core) and _says(plan, "model", "fp32_residual_connection") is not False
+    residual = policy.residual_fp32 if model is None else _says(plan, "model", "fp32_residual_connection")
+    # before 0.17 the stream is rounded in its first addition (fused_bias_dropout.py); a first stage without layers sends it as it is
+    wide = SINCE_017.holds(core) and residual is not False
+    layers_first = model is not None and all(read(model, name) in (UNSET, None, False) for name in _LEAVE_A_STAGE_EMPTY)
     low, alone = policy.compute.short, policy.narrow_alone
     rules = storing_rules(policy, core) if plan.realization == "native" else ""
     rows = (
@@ -50,8 +55,9 @@ def refuse_unkept(plan: Plan, core: str | None = None) -> None:
          f"{rules}: megatron-core before 0.17 would keep them in 16 bits, a later one quantizes either FP8 or FP4 anew; {STORING_CURE}"),
         (not policy.returned(stages, wide),
          f"output_dtype={policy.output.short} with {low} compute: only engine=fsdp2 of mpbridge casts what a module returns; mixed_precision.output_dtype=null"),
-        (model is not None and stages > 1 and not wide and policy.pipeline is not policy.compute,
-         f"pipeline_dtype={policy.pipeline.short} on {stages} stages: megatron-core's layers send {low}, before 0.17 with fp32_residual_connection too; mixed_precision.pipeline_dtype=null"),
+        (layers_first and stages > 1 and not wide and policy.pipeline not in (policy.compute, policy.output),
+         f"pipeline_dtype={policy.pipeline.short} on {stages} stages: megatron-core's layers send {low}{', also of an FP32 stream before 0.17' if residual else ''};"
+         " mixed_precision.pipeline_dtype=null"),
         (policy.logits is not None,
          f"logit_dtype={say(policy.logits)}: an argument of models, no field; mpbridge's engines build the output layer that way; mixed_precision.logit_dtype=null"),
     )  # fmt: skip

@@ -19,6 +19,7 @@ from sync_kit import FOREIGN, GPU, HERE, INPUTS, MODELS, POLICIES, applied, buil
 from mpbridge import apply, wrap
 from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UnknownName, UpstreamRefused
 from mpbridge.common.facts import Parallel, RunFacts
+from mpbridge.compat import megatron_bridge
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.versions import SINCE_017, current
@@ -153,7 +154,11 @@ def test_an_output_dtype_is_refused_unless_megatron_cores_own_stages_return_it(
     made = planned(objects, resolve(config))
     with pytest.raises(Refused, match="output_dtype=fp32") if refused else contextlib.nullcontext():
         refuse_unkept(made, core)
-    refuse_unkept(dataclasses.replace(made, targets={"ddp": objects.ddp}), "0.20.0")  # the model decides
+    alone = dataclasses.replace(
+        made, targets={"ddp": objects.ddp}
+    )  # a recipe that says nothing of the stream leaves it to the model
+    with contextlib.nullcontext() if residual else pytest.raises(Refused, match="output_dtype=fp32"):
+        refuse_unkept(alone, "0.20.0")
 
 
 @pytest.mark.parametrize(
@@ -168,6 +173,21 @@ def test_a_pipeline_dtype_that_megatron_cores_own_stages_do_not_send_is_refused(
     made = plan(resolve(config), model=inputs, core=core)
     with pytest.raises(Refused, match="pipeline_dtype=fp32 on 2 stages") if refused else contextlib.nullcontext():
         refuse_unkept(made, core)
+    # a first stage of the embedding alone sends the stream as it is
+    refuse_unkept(plan(resolve(config), model=inputs | {"pipeline_model_parallel_layout": "E|ttL"}, core=core), core)
+
+
+def test_wrap_and_megatron_bridges_names_judge_what_the_models_own_config_sends() -> None:
+    policy = resolve(MixedPrecisionConfig(bf16=True, pipeline_dtype="fp32"))
+    objects = live({"model": MODELS["dense"] | {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}, "optimizer": {"lr": 1e-3}, "ddp": {}})  # fmt: skip
+    chunk = torch.nn.Module()
+    chunk.config = objects.model
+    with pytest.raises(Refused, match="pipeline_dtype=fp32 on 2 stages"):
+        wrap(chunk, plan(policy, ddp=objects.ddp), objects.optimizer, ddp_config=objects.ddp)
+    with pytest.raises(BadValue, match="pipeline_dtype=fp32 on 2 stages"):
+        megatron_bridge.update_config_with_precision_overrides(
+            megatron_bridge.MixedPrecisionConfig(bf16=True, pipeline_dtype=torch.float32), objects.model
+        )
 
 
 @pytest.mark.parametrize("residual", [False, True])
