@@ -7,10 +7,13 @@ import errno
 import json
 import os
 import stat
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
+from weakref import WeakValueDictionary
 
 from mpbridge.common.errors import CheckpointError
 
@@ -253,21 +256,27 @@ def _no_constant(word: str) -> NoReturn:
 
 
 class Locked(Exception):
-    """Another process holds the lock; `holder` is what it wrote into the file."""
+    """The lock is held, by another process or in this one; `holder` is what the holder wrote into the file."""
 
-    def __init__(self, holder: str) -> None:
-        self.holder = holder
-        super().__init__(holder)
+    def __init__(self, stream: IO[str]) -> None:
+        stream.seek(0)
+        self.holder = stream.read().strip()
+        super().__init__(self.holder)
+
+
+_held: WeakValueDictionary[tuple[int, Path], IO[str]] = WeakValueDictionary()
+"""(process, file) -> the stream of its lock. POSIX's locks are the process's: it would be granted its own again, and closing either stream would end both."""
+_taking = threading.Lock()
 
 
 def lock(path: Path, *, wait: bool) -> IO[str]:
-    """Opens `path` for writing and locks it for this process until it is closed; creates its folder. wait: block until it is free; otherwise raises Locked.
+    """Opens `path` for writing and locks it until it is closed; creates its folder. wait: block until it is free; otherwise raises Locked.
 
     The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks, and on an operating
-    system without POSIX's, nothing is locked.
+    system without POSIX's, only this process is kept out.
     Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    stream = opened_to_write(path, append=True)
+    stream = _opened_once(path, wait=wait)
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
@@ -277,7 +286,19 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return stream
-        stream.seek(0)
         with stream:
-            raise Locked(stream.read().strip()) from error
+            raise Locked(stream) from error
     return stream
+
+
+def _opened_once(path: Path, *, wait: bool) -> IO[str]:
+    key = os.getpid(), path.resolve()
+    while True:
+        with _taking:
+            other = _held.get(key)
+            if other is None or other.closed:
+                _held[key] = stream = opened_to_write(path, append=True)
+                return stream
+            if not wait:
+                raise Locked(other)
+        time.sleep(0.1)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import ast
 import base64
 import contextlib
+import gc
 import importlib
 import json
+import subprocess
+import sys
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +19,7 @@ import pytest
 import mpbridge
 from mpbridge.common import safe_unpickler
 from mpbridge.common.errors import CheckpointError, MpbridgeError
-from mpbridge.common.files import LIMITS, bytes_of, lines_of, text_of
+from mpbridge.common.files import LIMITS, Locked, bytes_of, lines_of, lock, text_of
 
 ROOT = Path(mpbridge.__file__).parent
 OTHERS = {
@@ -91,3 +96,60 @@ def test_a_reader_accepts_or_refuses_what_the_fuzzer_made(
             file.write_bytes(base64.b64decode(row["bytes"]))
             with contextlib.suppress(MpbridgeError):
                 reader(file)
+
+
+ANOTHER = "import pathlib, sys; from mpbridge.common.files import lock; lock(pathlib.Path(sys.argv[1]), wait=False)"
+
+
+def test_a_lock_is_granted_once_in_a_process_too_and_stays_locked_for_others(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "lock"
+    (tmp_path / "other").symlink_to(file.parent)
+    with lock(file, wait=False) as held:
+        held.write("the first\n")
+        held.flush()
+        for again in (file, tmp_path / "other" / "lock"):
+            with pytest.raises(Locked, match="the first"):
+                lock(again, wait=False)
+        other = subprocess.run([sys.executable, "-c", ANOTHER, str(file)], capture_output=True, text=True, timeout=120)
+        assert "Locked: the first" in other.stderr
+        lock(tmp_path / "another", wait=False).close()
+    lock(file, wait=False).close()
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        lock(file, wait=False)  # dropped without being closed
+        gc.collect()
+    lock(file, wait=False).close()
+
+
+def test_a_thread_waits_for_the_lock_of_another(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def waits() -> None:
+        with lock(tmp_path / "lock", wait=True):
+            done.set()
+
+    with lock(tmp_path / "lock", wait=True):
+        thread = threading.Thread(target=waits)
+        thread.start()
+        assert not done.wait(0.5)
+    assert done.wait(60)
+    thread.join()
+
+
+FORKED = """
+import os, pathlib, sys
+from mpbridge.common.files import lock
+path, (read, write) = pathlib.Path(sys.argv[1]), os.pipe()
+held = lock(path, wait=False)
+if (child := os.fork()) == 0:
+    os.read(read, 1)
+    lock(path, wait=False)
+    os._exit(7)
+held.close()
+os.write(write, b"1")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_holds_none_of_its_parents_locks(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path / "lock")], timeout=120)
+    assert done.returncode == 7

@@ -18,6 +18,7 @@ import pytest
 from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.common.report.metrics import EVENTS
 from mpbridge.settings.training import parse_nonfinite
+from mpbridge.training import loop
 from mpbridge.training.checkpoint import store
 from tests.forked import forked
 from tests.training.survival import Hook, go, run
@@ -260,6 +261,26 @@ def test_a_second_job_writes_no_lines_among_those_of_the_first(tmp_path):
     for steps in (2, 3):
         go(run(iters=steps, checkpoint=kept, logger=log))
     assert [json.loads(line)["iteration"] for line in lines.read_text().splitlines()] == [1, 2, 3]
+
+
+class Nested(Hook):
+    """After each step, trains another run in the same process."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def stepped(self, training, result):
+        said = rf"process {os.getpid()} on .* is writing its run to .*: wait for it"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "Feed", lambda *_: pytest.fail("its data was packed"))
+            with pytest.raises(CheckpointError, match=said):
+                go(self.other)
+
+
+@pytest.mark.parametrize(("section", "name"), [("logger", "log_dir")])
+def test_a_run_that_another_starts_in_its_process_is_kept_out_of_its_folder(tmp_path, section, name):
+    made = run(iters=2, **{section: {name: str(tmp_path)}})
+    assert sorted(go(made, Nested(made)).losses) == [1, 2]
 
 
 @pytest.fixture(scope="module")
