@@ -52,15 +52,12 @@ class Checkpointer(Hook):
         self._begun, self._message = False, ""
         self._resumed: dict[str, Any] = {}
         self._moment: float | None = None
-        self._claim: Any = None
 
     def built(self, training: Training) -> None:
         """Loads, on the first call."""
         if self._begun:
             return
         self._begun = True
-        if (folder := self.folder) is not None:
-            on_first_rank(lambda: self._take(folder))
         # one rank decides for all: on a node that does not see the folder a rank would begin anew, and wait for the others
         place, weights, own = on_first_rank(lambda: self._beginning(training.run.checkpoint))
         if weights is not None:
@@ -80,9 +77,6 @@ class Checkpointer(Hook):
         place, weights = beginning(section)
         own = place is not None and self.folder is not None and place.parent.resolve() == self.folder.resolve()
         return place, weights, own
-
-    def _take(self, folder: Path) -> None:
-        self._claim = store.claim(folder)
 
     def started(self, training: Training) -> None:
         """Reports what was loaded, once progress output exists."""
@@ -127,13 +121,10 @@ class Checkpointer(Hook):
             training.say(f"stopped after step {training.counters.iteration} ({training.stop}); to resume: {line}")
 
     def closed(self) -> None:
-        """Discards an unfinished checkpoint, and releases the folder."""
+        """Discards an unfinished checkpoint."""
         if self.pending is not None:
             self.pending.abort()
             self.pending = None
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
 
     def save(self, training: Training, *, background: bool) -> None:
         """Writes a checkpoint of the current state; newer checkpoints of an abandoned branch are renamed."""

@@ -68,7 +68,7 @@ def _pretrain(
         tell(out, message)
     parts = Hooks([*default_hooks(run, partial(tell, out)), *hooks])
     cuda = torch.cuda.is_available()
-    with ExitStack() as stack:
+    with ExitStack() as claims, ExitStack() as stack:  # the folders stay this run's until its hooks are closed
         stack.callback(parts.closed)
         stack.enter_context(process_settings(run.train))
         stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
@@ -76,7 +76,7 @@ def _pretrain(
         stack.enter_context(explained())
         for message in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
             tell(out, message)
-        on_first_rank(partial(_claim, run, stack))  # before hours of packing
+        on_first_rank(partial(_claim, run, claims))  # before hours of packing
         agree(run.policy)  # at the stage that this rank found in the checkpoint
         for stage in run.stages:
             agree(stage.policy)
@@ -98,10 +98,12 @@ def _pretrain(
     return summary
 
 
-def _claim(run: Run, stack: ExitStack) -> None:
-    """Keeps other runs from writing among this one's lines. Raises CheckpointError naming the run that does."""
+def _claim(run: Run, claims: ExitStack) -> None:
+    """Keeps other runs from writing among this one's lines and checkpoints. Raises CheckpointError naming the run that does."""
     if folder := run.logger.get("log_dir"):
-        stack.enter_context(store.claim(Path(folder), setting="logger.log_dir", name=store.LOGGER))
+        claims.enter_context(store.claim(Path(folder), setting="logger.log_dir", name=store.LOGGER))
+    if folder := run.checkpoint.get("save"):
+        claims.enter_context(store.claim(Path(folder)))
 
 
 def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:

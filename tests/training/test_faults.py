@@ -277,7 +277,7 @@ class Nested(Hook):
                 go(self.other)
 
 
-@pytest.mark.parametrize(("section", "name"), [("logger", "log_dir")])
+@pytest.mark.parametrize(("section", "name"), [("logger", "log_dir"), ("checkpoint", "save")])
 def test_a_run_that_another_starts_in_its_process_is_kept_out_of_its_folder(tmp_path, section, name):
     made = run(iters=2, **{section: {name: str(tmp_path)}})
     assert sorted(go(made, Nested(made)).losses) == [1, 2]
