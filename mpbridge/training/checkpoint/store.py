@@ -8,6 +8,7 @@ Whatever lies there may be a stranger's: links are not followed, and only regula
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -161,7 +163,7 @@ def _has(path: Path, audit: AuditMark) -> bool:
 def set_aside(folder: Path, *, after: int) -> list[Path]:
     """Renames checkpoints after step `after`, so that they are not mistaken for the newest of a run that continues from there; returns the new paths."""
     newer = [entry.path for entry in saved(folder) if entry.step > after]
-    return [path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")) for path in newer]
+    return [_away(path, "aside-") for path in newer]
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -196,8 +198,10 @@ def seal(
     for directory in {partial, *(file.parent for file in files)}:
         _sync(directory)
     folder, final = partial.parent, partial.parent / name_of(step)
-    old = _away(final) if os.path.lexists(final) else None  # the same step saved again, after a rollback
-    partial.rename(final)
+    old: Path | None = partial  # the same step saved again, after a rollback: a kill leaves one of the two
+    if not _exchanged(partial, final):
+        old = _away(final, "aside-") if os.path.lexists(final) else None  # a name that `begin` does not remove
+        partial.rename(final)
     _sync(folder)
     write_whole(folder / LATEST, final.name + "\n")
     if old is not None:
@@ -347,8 +351,15 @@ def _sync(directory: Path) -> None:
             os.close(handle)
 
 
-def _away(path: Path) -> Path:
-    return path.rename(path.with_name(f".dropped-{path.name}-{secrets.token_hex(4)}"))
+def _away(path: Path, prefix: str = ".dropped-") -> Path:
+    return path.rename(path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}"))
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step. False, and nothing is done, if one does not exist, and where the system (not Linux) or the file system cannot."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def discard(path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -118,12 +119,42 @@ def test_damage_is_named_and_the_one_before_offered(tmp_path, damage, said):
     assert store.newest_whole(tmp_path).path == before
 
 
-def test_the_same_step_saved_again_is_there_whenever_the_writer_is_killed(tmp_path, monkeypatch):
-    make(tmp_path, 3)
-    monkeypatch.setattr(store, "discard", lambda path: pytest.fail(f"killed while {path.name} is removed"))
-    with pytest.raises(pytest.fail.Exception, match=r"\.dropped-step_00000003"):
-        make(tmp_path, 3)
-    assert [store.check(one.path)["step"] for one in store.saved(tmp_path)] == [3]
+@pytest.mark.parametrize(
+    ("exchanges", "renames", "stays"),
+    [
+        pytest.param(True, 0, "step_00000003: new 3", id="exchanged"),
+        pytest.param(False, 0, "step_00000003: old 3", id="before"),
+        pytest.param(False, 1, "aside-step_00000003-*: old 3", id="between the renames"),
+        pytest.param(False, 2, "step_00000003: new 3", id="after"),
+    ],
+)
+def test_the_same_step_saved_again_is_there_whenever_the_writer_is_killed(
+    tmp_path, monkeypatch, exchanges, renames, stays
+):
+    """exchanges: whether the file system exchanges two names in one step. renames: done when the writer is killed."""
+    make(tmp_path, 3, "old")
+    if not exchanges:
+        monkeypatch.setattr(store, "_exchanged", lambda *_: False)
+    partial = store.begin(tmp_path, 3)
+    (partial / "data.distcp").write_text("new 3")
+    done, rename = [], Path.rename
+
+    def counted(path, target):
+        if len(done) == renames:
+            pytest.fail("killed")
+        done.append(target)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", counted)
+        patch.setattr(store, "discard", lambda path: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            store.seal(partial, 3)
+    make(tmp_path, 2)  # which removes what killed writers leave
+    name, _, text = stays.partition(": ")
+    (place,) = tmp_path.glob(name)
+    assert store.check(store.locate(place))["step"] == 3
+    assert (place / "data.distcp").read_text() == text
 
 
 def test_damage_of_the_only_one_is_said_too(tmp_path):
