@@ -259,14 +259,18 @@ class Locked(Exception):
     """The lock is held, by another process or in this one; `holder` is what the holder wrote into the file."""
 
     def __init__(self, stream: IO[str]) -> None:
-        stream.seek(0)
-        self.holder = stream.read().strip()
+        self.holder = ""
+        with contextlib.suppress(ValueError):  # closed meanwhile, by another thread
+            stream.seek(0)
+            self.holder = stream.read().strip()
         super().__init__(self.holder)
 
 
 _held: WeakValueDictionary[tuple[int, Path], IO[str]] = WeakValueDictionary()
 """(process, file) -> the stream of its lock. POSIX's locks are the process's: it would be granted its own again, and closing either stream would end both."""
 _taking = threading.Lock()
+if hasattr(os, "register_at_fork"):  # another thread of the parent may have it, and lives on there alone
+    os.register_at_fork(after_in_child=lambda: globals().update(_taking=threading.Lock()))
 
 
 def lock(path: Path, *, wait: bool) -> IO[str]:
@@ -279,20 +283,22 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
     stream = _opened_once(path, wait=wait)
     try:
         import fcntl
-    except ModuleNotFoundError:  # Windows
-        return stream
-    try:
+
         fcntl.lockf(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except ModuleNotFoundError:  # Windows
+        pass
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return stream
-        with stream:
-            raise Locked(stream) from error
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            with stream:
+                raise Locked(stream) from error
+    except BaseException:  # an interrupt, whose traceback may keep the stream
+        stream.close()
+        raise
     return stream
 
 
 def _opened_once(path: Path, *, wait: bool) -> IO[str]:
-    key = os.getpid(), path.resolve()
+    key = os.getpid(), path.parent.resolve() / path.name
     while True:
         with _taking:
             other = _held.get(key)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import base64
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -133,6 +135,17 @@ def test_a_thread_waits_for_the_lock_of_another(tmp_path: Path) -> None:
         assert not done.wait(0.5)
     assert done.wait(60)
     thread.join()
+
+
+def test_an_interrupt_while_waiting_for_another_process_leaves_nothing_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt) as kept:  # with its traceback, as a notebook keeps it
+            lock(tmp_path / "lock", wait=True)
+    lock(tmp_path / "lock", wait=False).close()
+    assert kept.traceback
 
 
 FORKED = """

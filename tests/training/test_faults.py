@@ -277,6 +277,25 @@ class Nested(Hook):
                 go(self.other)
 
 
+class ClaimsAtTheEnd(Hook):
+    """Tries to take the run's folder when hooks are closed."""
+
+    def __init__(self, folder):
+        self.folder, self.refused = folder, False
+
+    def closed(self):
+        with pytest.raises(CheckpointError, match="is writing its run to"):
+            store.claim(self.folder)
+        self.refused = True
+
+
+def test_the_folder_stays_the_runs_own_until_its_hooks_are_closed(tmp_path):
+    hook = ClaimsAtTheEnd(tmp_path)
+    go(run(iters=1, checkpoint={"save": str(tmp_path)}), hook)
+    assert hook.refused
+    store.claim(tmp_path).close()
+
+
 @pytest.mark.parametrize(("section", "name"), [("logger", "log_dir"), ("checkpoint", "save")])
 def test_a_run_that_another_starts_in_its_process_is_kept_out_of_its_folder(tmp_path, section, name):
     made = run(iters=2, **{section: {name: str(tmp_path)}})

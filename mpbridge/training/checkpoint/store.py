@@ -110,9 +110,14 @@ def claim(folder: Path, *, setting: str = "checkpoint.save", name: str = WRITER)
     except OSError as error:
         why = f"{setting}={folder}: {name}: {error.strerror or error} (expected a folder that this user may write to, or a path where one can be created)"
         raise CheckpointError(why) from None
-    stream.truncate(0)
-    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    stream.flush()
+    try:
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        stream.flush()
+    except BaseException:
+        with contextlib.suppress(OSError):  # closing writes again
+            stream.close()
+        raise
     return stream
 
 
@@ -205,7 +210,7 @@ def seal(
     _sync(folder)
     write_whole(folder / LATEST, final.name + "\n")
     if old is not None:
-        discard(old)
+        discard(old if old == partial else _away(old))
     return final
 
 

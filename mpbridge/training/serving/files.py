@@ -225,18 +225,22 @@ class Shards:
             self._lock = lock(folder / LOCK, wait=False)
         except Locked:
             raise BadValue(
-                f"{folder} is being written by another process: wait for it, or choose another name"
+                f"{folder} is being written by another process, or elsewhere in this one: wait for it, or choose another name"
             ) from None
 
     def __enter__(self) -> Self:
-        journal = self._journal()
-        for entry in self.folder.iterdir():
-            link = entry.is_symlink()
-            if entry.name in (LOCK, JOURNAL):
-                continue
-            if entry.name in journal and not link and self._holds(entry.name, journal):
-                continue
-            shutil.rmtree(entry) if entry.is_dir() and not link else entry.unlink()
+        try:
+            journal = self._journal()
+            for entry in self.folder.iterdir():
+                link = entry.is_symlink()
+                if entry.name in (LOCK, JOURNAL):
+                    continue
+                if entry.name in journal and not link and self._holds(entry.name, journal):
+                    continue
+                shutil.rmtree(entry) if entry.is_dir() and not link else entry.unlink()
+        except BaseException:
+            self._lock.close()
+            raise
         return self
 
     def __exit__(
