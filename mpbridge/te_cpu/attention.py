@@ -209,14 +209,15 @@ def thd_get_partitioned_indices(
     cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
 ) -> torch.Tensor:
     """A context-parallel rank's share of the tokens: from every sequence, one chunk from the front and its mirror image from the back. Raises RuntimeError
-    as the GPU's does.
+    for what the GPU's host code refuses.
 
     A sequence whose length is no multiple of twice the ranks is cut where the kernel's whole numbers cut it (context_parallel.cu, whose assertion a release
-    build leaves out): every rank gets as many tokens as the others, some of them twice and some by none.
+    build leaves out): every rank gets as many tokens as the others; some tokens go to several ranks, some to none.
     """
-    if total_tokens <= 0 or total_tokens % (2 * world_size) or not 0 <= rank < world_size or len(cu_seqlens) < 2:
+    bounded = cu_seqlens.dim() == 1 and cu_seqlens.dtype is torch.int32 and len(cu_seqlens) > 1
+    if not bounded or not 0 <= rank < world_size or total_tokens <= 0 or total_tokens % (2 * world_size):
         raise RuntimeError(
-            f"Assertion failed: {total_tokens} tokens of {len(cu_seqlens) - 1} sequences for rank {rank} of {world_size}, expected one sequence at least, and a multiple of twice the ranks"
+            f"Assertion failed: {total_tokens} tokens with {cu_seqlens.dtype} bounds of shape {tuple(cu_seqlens.shape)} for rank {rank} of {world_size}, expected one axis of two int32 bounds at least, and tokens that are a multiple of twice the ranks"
         )
     bounds = cu_seqlens.long() // world_size
     token = torch.arange(total_tokens // world_size)

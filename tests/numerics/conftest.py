@@ -67,6 +67,6 @@ def torchaos_own() -> None:
         importlib.import_module("torchao.prototype.moe_training.mxfp8_linear")
         importlib.import_module("torchao.float8.float8_training_tensor")
     except (ImportError, AttributeError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("driver", "CUDA", "GPU")):
+        if isinstance(error, RuntimeError) and "driver" not in str(error):
             raise
         pytest.skip(f"torchao does not run with torch {torch.__version__}: {error}")

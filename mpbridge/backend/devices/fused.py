@@ -2,8 +2,8 @@
 
 Each gives the results and gradients of the composite that torch (2.13) or megatron-core would compute there, to the bit: the same operations in the same precision
 and order, without the copies, zeros and concatenations between them. Attention aside, the composite itself is left to compilers, to torch.jit.trace, to transformations
-of functions (torch.func) and to forward-mode differentiation, which look into it, and to other kinds of tensors. Gradients have no derivatives: a second one is
-refused where it would go through the incoming gradient, and else is missing.
+of functions (torch.func) and to forward-mode differentiation, which look into it, and to other kinds of tensors. Gradients have no derivatives, as those of a GPU's
+kernels have none: `create_graph=True` is refused, but for the rotary embedding.
 """
 
 import functools
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
 BLOCK = 128
@@ -31,6 +30,20 @@ def eager(*tensors: torch.Tensor) -> bool:
     )
     looked_into = looked_into or torch._C._functorch.peek_interpreter_stack() is not None
     return not looked_into and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `backward` that raises RuntimeError where it is itself to be differentiated: what it reads is cut off from the graph, so that the result would be silently wrong."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # autograd enables it in a backward for create_graph=True alone
+            raise RuntimeError(
+                "attention, RMSNorm and SwiGLU have no second derivatives on a CPU: leave create_graph=True out"
+            )
+        return backward(ctx, *grads)
+
+    return once
 
 
 class BlockedAttention(torch.autograd.Function):
@@ -64,7 +77,7 @@ class BlockedAttention(torch.autograd.Function):
         return out.view(length, batch, -1)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of query, key and value; starts at the last block, which attends to all keys."""
         q, k, v, *kept = ctx.saved_tensors
@@ -131,7 +144,7 @@ class RootMeanSquare(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x and weight; the weight's sum over rows is one, as torch's."""
         x, weight, factors = ctx.saved_tensors
@@ -174,7 +187,7 @@ class SwiGLU(torch.autograd.Function):
         return activated * linear
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         """Both halves are written where they belong."""
         x, activated = ctx.saved_tensors
@@ -218,15 +231,18 @@ class Rotary(torch.autograd.Function):
         return _turned(t, cos, minus, sin)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Turned back."""
         cos, minus, sin = ctx.turn
-        return _turned(grads[0], cos, sin, minus), None, None, None
+        return Rotary.apply(grads[0], cos, sin, minus), None, None, None  # type: ignore[no-untyped-call]
 
 
 def _turned(t: torch.Tensor, cos: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     half = t.shape[-1] // 2
+    if (
+        torch._C._len_torch_dispatch_stack() > 0
+    ):  # a mode may keep what an operation returned (selective checkpointing), and refuse what is written into it
+        return t * cos + torch.cat((t[..., half:] * first, t[..., :half] * second), -1)
     out, other = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for _ in range(2))
     torch.mul(t, cos, out=out)
     torch.mul(t[..., half:], first, out=other[..., :half])
@@ -244,21 +260,22 @@ def with_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # a dispatch mode may stand for other tensors, whose values cannot be compared
-        if not eager(t, freqs) or torch._C._len_torch_dispatch_stack() > 0:
+        if not eager(t, freqs):
             return original(t, freqs, *args, **kwargs)
         plain = not args and all(value == 1.0 if name == "mscale" else not value for name, value in kwargs.items())
         fits = freqs.dim() == t.dim() and freqs.shape[-1] == t.shape[-1] and t.shape[-1] % 2 == 0
         fits = fits and all(angles in (1, size) for size, angles in zip(t.shape, freqs.shape, strict=True))
         if not plain or not fits or freqs.requires_grad or freqs.is_meta:
             return original(t, freqs, *args, **kwargs)
-        kept = _TURNS.setdefault(freqs, {})
-        values, turn = kept.get(t.dtype, (None, ()))
+        # under a dispatch mode these may stand for tensors without values; nothing is kept there, but the same operation is saved and observed
+        kept = None if torch._C._len_torch_dispatch_stack() > 0 else _TURNS.setdefault(freqs, {})
+        values, turn = (kept or {}).get(t.dtype, (None, ()))
         # by value: a version says nothing of what is written through .data or NumPy
         if values is None or values.dtype is not freqs.dtype or not torch.equal(values, freqs):
             cos, sin, half = torch.cos(freqs).to(t.dtype), torch.sin(freqs).to(t.dtype), t.shape[-1] // 2
-            values, turn = freqs.detach().clone(), (cos, -sin[..., :half], sin[..., half:].contiguous())
-            kept[t.dtype] = values, turn
+            turn = cos, -sin[..., :half], sin[..., half:].contiguous()
+            if kept is not None:
+                kept[t.dtype] = freqs.detach().clone(), turn
         return Rotary.apply(t, *turn)  # type: ignore[no-untyped-call]
 
     return apply

@@ -1,11 +1,22 @@
 """Operations in one pass: against FP64, against torch's and megatron-core's composites, and that a model uses them."""
 
+import contextlib
+import functools
+import inspect
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
 from mpbridge.backend.devices.fused import (
     BlockedAttention,
@@ -143,11 +154,50 @@ def test_angles_that_change_are_computed_again_and_sizes_that_do_not_fit_are_meg
     assert torch.equal(torch.vmap(lambda t: ours(t, angles))(t), original(t, angles[None]))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    q = torch.randn(5, 1, 2, 4, requires_grad=True)
-    (first,) = torch.autograd.grad(BlockedAttention.apply(q, q * 2, q, 0.5).square().sum(), q, create_graph=True)  # type: ignore[no-untyped-call]
-    with pytest.raises(RuntimeError, match="twice"):
-        first.square().sum().backward()
+@pytest.mark.parametrize("linear", [False, True], ids=["squared", "linear"])
+def test_a_second_derivative_is_refused_also_where_the_incoming_gradient_has_none(linear: bool) -> None:
+    q, x, w = (torch.randn(size, requires_grad=True) for size in ((5, 1, 2, 4), (3, 8), (8,)))
+    halves = x.bfloat16(), w.bfloat16()
+    for out in (BlockedAttention.apply(q, q * 2, q, 0.5), RootMeanSquare.apply(*halves, 1e-5), SwiGLU.apply(x)):  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            torch.autograd.grad(
+                (out if linear else out.square()).sum(), (q, x, w), create_graph=True, allow_unused=True
+            )
+
+
+def test_forward_mode_differentiation_looks_into_a_norm() -> None:
+    norm, x = RMSNorm(8, eps=1e-5).bfloat16(), torch.randn(2, 8).bfloat16()
+    with torch.autograd.forward_ad.dual_level():
+        out = torch.autograd.forward_ad.unpack_dual(norm(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))))
+    assert out.tangent is not None
+
+
+@pytest.mark.parametrize("inside", [(True, False), (False, True), (True, True)], ids=["first", "again", "both"])
+def test_a_layer_recomputed_under_another_dispatch_mode_saves_what_it_saved(inside: tuple[bool, bool]) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    original = rope_utils._apply_rotary_pos_emb_bshd
+    apply, angles = with_rotary(original), torch.randn(4, 1, 1, 4).repeat(1, 1, 1, 2)
+
+    def recomputed(function: Any, context: Any) -> Any:
+        def layer(t: torch.Tensor) -> Any:
+            with FlopCounterMode(display=False) if inside[0] else contextlib.nullcontext():
+                return checkpoint(lambda t: function(t, angles).sin(), t, use_reentrant=False, context_fn=context)
+
+        return layer
+
+    everything = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    t = torch.randn(4, 2, 3, 8)
+    for context in (noop_context_fn, everything):
+        results = []
+        for function in (apply, original):
+            leaf = t.clone().requires_grad_()
+            out = recomputed(function, context)(leaf)
+            with FlopCounterMode(display=False) if inside[1] else contextlib.nullcontext():
+                (grad,) = torch.autograd.grad(out.sum(), leaf)
+            results.append((out, grad))
+        for mine, theirs in zip(*results, strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
@@ -188,7 +238,8 @@ def test_gradients_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(SwiGLU.apply, (torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True),))
     angles = torch.randn(5, 1, 1, 2, dtype=torch.float64)
     turn = angles.cos().repeat(1, 1, 1, 2), -angles.sin(), angles.sin()
-    assert torch.autograd.gradcheck(lambda t: Rotary.apply(t, *turn), (q,))  # type: ignore[no-untyped-call]
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda t: Rotary.apply(t, *turn), (q,))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -265,3 +316,11 @@ def test_an_mlp_is_megatron_cores(fields: dict[str, Any], dtype: torch.dtype) ->
         pairs = both(lambda x, e=extra: ours(mlp, x, **e)[0], lambda x, e=extra: original(mlp, x, **e)[0], x)
         for mine, theirs in pairs:
             assert torch.equal(mine, theirs)
+
+
+def test_megatron_cores_mlp_reads_nothing_that_ours_does_not_know() -> None:
+    from megatron.core.transformer.mlp import MLP
+
+    fused_only = {"activation_func_fp8_input_store", "add_bias_linear", "cpu_offloading", "cpu_offloading_activations"}
+    known = {"activation_func", "activation_func_clamp_value", "bias_activation_fusion", "gated_linear_unit", "glu_linear_offset", "linear_fc1", "linear_fc2", "use_te_activation_func"}  # fmt: skip
+    assert set(re.findall(r"self\.(?:config\.)?(\w+)", inspect.getsource(MLP.forward))) <= known | fused_only

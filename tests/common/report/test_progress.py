@@ -15,10 +15,9 @@ from mpbridge.common.report.progress import ProgressLine
 from mpbridge.common.tables import table
 
 
-def _shown(*, terminal: bool, bar: bool = True, redraws: bool = True) -> str:
-    out = Console(
-        file=io.StringIO(), force_terminal=terminal, force_interactive=terminal and redraws, width=150, highlight=False
-    )
+def _shown(*, terminal: bool, bar: bool = True, redraws: bool | None = None) -> str:
+    redraws = terminal if redraws is None else redraws
+    out = Console(file=io.StringIO(), force_terminal=terminal, force_interactive=redraws, width=150, highlight=False)
     with ProgressLine(out, total=25, interval=10, bar=bar) as progress:
         for step in range(1, 26):
             progress.step(step, f"loss {step}.0")
@@ -36,8 +35,11 @@ def test_a_terminal_gets_a_bar_too_unless_it_is_switched_off() -> None:
     assert "step 20/25" in _shown(terminal=True, bar=False)
 
 
-def test_a_terminal_that_redraws_nothing_gets_the_lines_of_a_log_file() -> None:
-    assert _shown(terminal=True, redraws=False) == _shown(terminal=False)
+def test_a_terminal_that_redraws_nothing_or_only_claims_to_redraw_gets_the_lines_of_a_log_file() -> None:
+    lines = _shown(terminal=False)
+    assert lines == _shown(terminal=True, redraws=False)
+    # TTY_INTERACTIVE=1 makes a pipe interactive for rich
+    assert lines == _shown(terminal=False, redraws=True)
 
 
 RUN = """

@@ -133,7 +133,7 @@ def test_what_no_field_expresses_breaks_a_rule_of_megatron_cores_engine(said: st
         (2, False, ["nothing-casts-what-is-returned", "pipeline-dtype-is-what-is-sent"]),
     ],
 )
-def test_an_output_dtype_that_a_stage_sends_breaks_no_rule(stages: int, residual: bool, found: list[str]) -> None:
+def test_an_output_dtype_is_refused_unless_a_stage_sends_it(stages: int, residual: bool, found: list[str]) -> None:
     policy = resolve(MixedPrecisionConfig(bf16=True, fp32_residual_connection=residual, output_dtype="fp32"))
     sizes = Parallel(world_size=stages, pipeline=stages)
     run = RunFacts(shape=SHAPE, model={"fp32_residual_connection": residual}, parallel=sizes)

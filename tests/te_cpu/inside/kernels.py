@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from typing import Any
 
 import numpy
 import pytest
@@ -304,6 +305,21 @@ def test_a_context_parallel_rank_gets_its_share_of_packed_tokens(
     for total, of, which in ((lengths[-1] + ranks, ranks, rank), (0, ranks, rank), (lengths[-1], ranks, ranks)):
         with pytest.raises(RuntimeError, match="multiple of twice the ranks"):
             tex.thd_get_partitioned_indices(bounds, total, of, which)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ranks", "rank"),
+    [([0], 2, 0), ([[0, 4], [0, 4]], 2, 0), (4, 2, 0), ([0, 4], 0, 0), ([0, 4], 2, -1)],
+    ids=["one bound", "two axes", "none", "no rank", "negative rank"],
+)
+def test_bounds_and_ranks_that_the_extension_refuses_are_refused(bounds: Any, ranks: int, rank: int) -> None:
+    with pytest.raises(RuntimeError, match="Assertion failed"):
+        tex.thd_get_partitioned_indices(torch.tensor(bounds, dtype=torch.int32), 4, ranks, rank)
+
+
+def test_bounds_of_64_bits_are_refused_as_by_the_extension() -> None:
+    with pytest.raises(RuntimeError, match="int64 bounds"):
+        tex.thd_get_partitioned_indices(torch.tensor([0, 4]), 4, 2, 0)
 
 
 @pytest.mark.parametrize("at_once", [64, attention.CHUNK])
