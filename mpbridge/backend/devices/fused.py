@@ -239,9 +239,8 @@ class Rotary(torch.autograd.Function):
 
 def _turned(t: torch.Tensor, cos: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     half = t.shape[-1] // 2
-    if (
-        torch._C._len_torch_dispatch_stack() > 0
-    ):  # a mode may keep what an operation returned (selective checkpointing), and refuse what is written into it
+    # a dispatch mode may keep what an operation returned (selective checkpointing), and refuse that it is written into
+    if torch._C._len_torch_dispatch_stack() > 0:
         return t * cos + torch.cat((t[..., half:] * first, t[..., :half] * second), -1)
     out, other = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for _ in range(2))
     torch.mul(t, cos, out=out)
