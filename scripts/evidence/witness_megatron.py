@@ -14,7 +14,7 @@ from mpbridge.observe.witnessing.report import Witnessed
 from mpbridge.observe.witnessing.witness import witness
 from scripts.evidence.witness_common import BF16, VOCABULARY, Case, tokens
 
-Wrapper = Literal["ddp", "distributed", "overlapped", "torch_fsdp2", "megatron_fsdp"]
+Wrapper = Literal["ddp", "distributed", "overlapped", "torch_fsdp2", "megatron_fsdp", "megatron_fsdp_gradients"]
 
 
 def megatron(
@@ -39,11 +39,11 @@ def megatron(
         made = _Loop(wrapper, half, reduce_in_fp32, spec, more or {}, optimizer or {})
         spoil(made.wrapped, made.optimizer)
         seen = witness(made.wrapped, made.optimizer, policy, at={2})
-        with inside_fsdp.indexed_device(False) if wrapper == "megatron_fsdp" else contextlib.nullcontext():
+        with inside_fsdp.indexed_device(False) if wrapper.startswith("megatron_fsdp") else contextlib.nullcontext():
             for step in range(2):
                 with seen.step():
                     made.step(step)
-            if wrapper == "megatron_fsdp":
+            if wrapper.startswith("megatron_fsdp"):
                 inside_fsdp.settle(made.wrapped)
         return seen.report
 
@@ -79,7 +79,7 @@ class _Loop:
         layer = spec() if spec else get_gpt_layer_local_spec()
         model = GPTModel(config=config, transformer_layer_spec=layer, vocab_size=VOCABULARY, max_sequence_length=16)
         self.wrapped = _WRAPPERS[wrapper](config, Float16Module(config, model), reduce_in_fp32)
-        sharded = wrapper in ("distributed", "overlapped", "megatron_fsdp")
+        sharded = wrapper in ("distributed", "overlapped") or wrapper.startswith("megatron_fsdp")
         optimizer = optimizer | ({"overlap_param_gather": True} if wrapper == "overlapped" else {})
         scale = {"initial_loss_scale": 256.0, "min_loss_scale": 1.0} if half is torch.float16 else {}
         self.optimizer = get_megatron_optimizer(
@@ -137,14 +137,14 @@ def _torch_fsdp2(config: Any, module: Any, reduce_in_fp32: bool) -> Any:
         theirs.DeviceMesh = real
 
 
-def _megatron_fsdp(config: Any, module: Any, reduce_in_fp32: bool) -> Any:
+def _megatron_fsdp(config: Any, module: Any, reduce_in_fp32: bool, strategy: str = "optim_grads_params") -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=reduce_in_fp32,
         use_distributed_optimizer=True,
         use_megatron_fsdp=True,
-        data_parallel_sharding_strategy="optim_grads_params",
+        data_parallel_sharding_strategy=strategy,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         gradient_reduce_div_fusion=False,  # NCCL's
@@ -161,6 +161,7 @@ _WRAPPERS: dict[str, Callable[[Any, Any, bool], Any]] = {
     "overlapped": lambda *args: _ddp(*args, distributed=True, overlap_grad_reduce=True, overlap_param_gather=True),
     "torch_fsdp2": _torch_fsdp2,
     "megatron_fsdp": _megatron_fsdp,
+    "megatron_fsdp_gradients": lambda *args: _megatron_fsdp(*args, strategy="optim_grads"),
 }
 
 

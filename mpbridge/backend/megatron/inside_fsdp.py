@@ -93,6 +93,19 @@ def held(wrapped: Any) -> Iterator[tuple[BufferRole, str, torch.Tensor]]:
                     yield role, name, flat.get_item(index, only_shard=flat.is_data_distributed)
 
 
+def resting(wrapped: Any) -> dict[str, torch.Tensor]:
+    """Parameter -> what this rank updates of the weights that the model reads: the shard that its main weights have, also where the weights themselves are whole."""
+    buffer: Any = getattr(wrapped, "param_and_grad_buffer", None)
+    found: dict[str, torch.Tensor] = {}
+    for group in getattr(buffer, "parameter_groups", ()):
+        weights, mains = group.model_weight_buffer, group.main_weight_buffer
+        for index, parameter in enumerate(group.params if weights is not None and mains is not None else ()):
+            found[bare_name(buffer.param_to_name[parameter])] = weights.get_item(
+                index, only_shard=mains.is_data_distributed
+            )
+    return found
+
+
 def indexed_device(cuda: bool) -> AbstractContextManager[None]:
     """The wrapper builds 'cuda:<current device>' from a number, but the CPU layer's current device is not a number. It also warns that a CPU is not such a device."""
     if cuda:

@@ -90,7 +90,7 @@ def _last_layer(config: Any, provider: Any) -> Any:
     if provider is None:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 
-        specs: Any = get_gpt_decoder_layer_specs(config, use_transformer_engine=True)
+        specs: Any = get_gpt_decoder_layer_specs(config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm)
         return specs[-1]
     return local_layer_spec(config, provider, experts=config.num_moe_experts if _expert_layers(config)[-1] else None)
 
@@ -118,7 +118,9 @@ def transformer_engine_spec(config: Any, chunk: int | None) -> Any:
     if config.num_moe_experts:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=chunk
+        )
     asked = {name: getattr(config, name) for name in ("qk_layernorm", "multi_latent_attention", "qk_l2_norm")}
     return get_gpt_layer_with_transformer_engine_spec(**asked)
 

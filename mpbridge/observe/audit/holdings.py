@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from mpbridge.backend.megatron.inside_fsdp import bare_name
+from mpbridge.backend.megatron import inside_fsdp
 from mpbridge.backend.megatron.inside_optimizer import main_weights, parts, shard_of
 from mpbridge.numerics.observation.tensors import local
 
@@ -166,7 +166,8 @@ def _megatron(engine: Any) -> Iterator[Held]:
 def _sharded(engine: Any) -> Iterator[Held]:
     optimizer = engine.optimizer
     held_by = {key: (inner, group) for inner in optimizer.parts for key, group in groups_of(inner).items()}
-    resting = _resting(engine)
+    wrapped = engine.run.facts.traits.main_weights == "wrapper"
+    resting = inside_fsdp.resting(engine.model[0]) if wrapped and engine.model else {}
     for name, parameter in optimizer.names.items():
         shard = optimizer.shards.get(name)
         if shard is None:
@@ -182,19 +183,6 @@ def _sharded(engine: Any) -> Iterator[Held]:
 def row_of(parameter: Any) -> int:
     """Number of elements in one row."""
     return math.prod(parameter.shape[1:])
-
-
-def _resting(engine: Any) -> dict[str, torch.Tensor]:
-    """Megatron-FSDP: this rank's model weights, which the optimizer does not update directly."""
-    wrapped = engine.run.facts.traits.main_weights == "wrapper"
-    buffer: Any = getattr(engine.model[0], "param_and_grad_buffer", None) if wrapped else None
-    found: dict[str, torch.Tensor] = {}
-    for group in getattr(buffer, "parameter_groups", ()):
-        weights, mains = group.model_weight_buffer, group.main_weight_buffer
-        for index, parameter in enumerate(group.params if weights is not None and mains is not None else ()):
-            name = bare_name(buffer.param_to_name[parameter])
-            found[name] = weights.get_item(index, only_shard=mains.is_data_distributed)
-    return found
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

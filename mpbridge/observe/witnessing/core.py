@@ -217,7 +217,7 @@ class CoreFsdpLoop(_Sharded):
         """Main shards and the model's own weights."""
         inner = (part.optimizer for part in self._parts())
         owned = {key: Owned(one, group) for one in inner for key, group in groups_of(one).items()}
-        resting = {name: tensor for role, name, tensor in inside_fsdp.held(self.model[0]) if role == "params"}
+        resting = inside_fsdp.resting(self.model[0])
         for name, parameter in self.named_parameters():
             mine = owned.get(id(parameter), NOBODY)
             shard = parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter

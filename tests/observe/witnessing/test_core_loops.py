@@ -35,12 +35,15 @@ def test_bf16_in_megatrons_loop_is_bf16_mixed(distributed: bool) -> None:
 
 
 def test_two_ranks_whose_parameters_follow_in_the_next_forward_pass_raise_no_alarm(tmp_path: Path) -> None:
-    """With overlap_param_gather a rank has only its own shard of an update when the step ends."""
-    program = str(Path(__file__).with_name("two_ranks.py"))
-    for case, found in reported(2, program, tmp_path / "out.json", "core distributed", "core overlapped").items():
+    """With overlap_param_gather a rank has only its own shard of an update when the step ends; Megatron-FSDP may divide main weights and leave weights whole."""
+    program, cases = (
+        str(Path(__file__).with_name("two_ranks.py")),
+        ("core distributed", "core overlapped", "core megatron_fsdp_gradients"),
+    )
+    for case, found in reported(2, program, tmp_path / "out.json", *cases).items():
         held = {one["subject"]: one["ok"] for one in found["audit"]["findings"]}
         assert found["ok"], (case, [subject for subject, ok in held.items() if not ok])
-        assert held["replicas"], case
+        assert held.get("replicas", case.endswith("gradients")), case
 
 
 def never_copied(wrapped: Any, optimizer: Any) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,7 +200,9 @@ def core(wrapper: Any) -> Any:
     return SimpleNamespace(report=megatron(wrapper=wrapper, policy="bf16_mixed"))
 
 
-CORE = {"core distributed": lambda: core("distributed"), "core overlapped": lambda: core("overlapped")}
+CORE = {
+    f"core {wrapper}": partial(core, wrapper) for wrapper in ("distributed", "overlapped", "megatron_fsdp_gradients")
+}
 """Run only by name: they import megatron-core."""
 
 

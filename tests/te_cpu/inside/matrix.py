@@ -6,12 +6,14 @@ import math
 import pytest
 
 from mpbridge import pretrain
+from mpbridge.backend.models.gpt import transformer_engine_spec
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.capability import can_run
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.te_cpu.played import now
+from mpbridge.training.process import process_group
 from tests.te_cpu.two_ranks import BLOCKWISE, DELAYED, MXFP8, NVFP4, OVERLAP, TENSORWISE, WHOLE
 
 from .training import BLACKWELL, tiny
@@ -77,6 +79,23 @@ def test_a_matrix_built_within_attention_is_no_product_of_it() -> None:
 def test_grouped_experts_train(scaling) -> None:
     recipe, *overrides = EXPERTS[scaling]
     trains(recipe, *SMALL, *overrides, model="moe_tiny")
+
+
+def test_layers_of_experts_normalize_queries_and_keys_as_the_model_asks() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.torch_norm import L2Norm
+
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, num_moe_experts=2, moe_layer_freq=[0, 1], qk_l2_norm=True
+    )
+    with process_group(False):
+        parallel_state.initialize_model_parallel()
+        layers = transformer_engine_spec(config, None).layer_specs
+        parallel_state.destroy_model_parallel()
+    for layer in layers:
+        kinds = layer.submodules.self_attention.submodules
+        assert (kinds.q_layernorm, kinds.k_layernorm) == (L2Norm, L2Norm)
 
 
 @pytest.mark.played("hopper")
