@@ -65,18 +65,22 @@ def _machine_file(peak: Mapping[str, float], bandwidth: float, link: float | Non
     return "\n".join(lines) + "\n"
 
 
-def _median(work: Callable[[], Any], seconds: float, device: torch.device) -> float:
-    """Median seconds of `work`, repeated for about `seconds`."""
+def _median(work: Callable[[], Any], seconds: float, device: torch.device, *, together: bool = False) -> float:
+    """Median seconds of `work`, repeated for about `seconds`. together: it is a collective, which all ranks repeat as often as the first."""
     for _ in range(2):
         work()
     _wait(device)
     took: list[float] = []
     until = time.perf_counter() + seconds
-    while time.perf_counter() < until or len(took) < 3:
+    more = torch.ones(1, device=device)
+    while more.item():
         start = time.perf_counter()
         work()
         _wait(device)
         took.append(time.perf_counter() - start)
+        more.fill_(time.perf_counter() < until or len(took) < 3)
+        if together:
+            dist.broadcast(more, 0)
     return statistics.median(took)
 
 
@@ -103,10 +107,10 @@ def _link(seconds: float, device: torch.device) -> float:
     whole = torch.ones(ranks * 2**20, device=device)
     if device.type == "cpu":
         # not every gloo has reduce_scatter_tensor; an all-reduce moves twice as much
-        took = _median(lambda: dist.all_reduce(whole), seconds, device)
+        took = _median(lambda: dist.all_reduce(whole), seconds, device, together=True)
         return 2 * whole.numel() * 4 * (ranks - 1) / ranks / took
     part = torch.empty(2**20, device=device)
-    took = _median(lambda: dist.reduce_scatter_tensor(part, whole), seconds, device)
+    took = _median(lambda: dist.reduce_scatter_tensor(part, whole), seconds, device, together=True)
     return whole.numel() * 4 * (ranks - 1) / ranks / took
 
 

@@ -9,6 +9,31 @@ import torch
 
 from mpbridge.cli.main import main
 from mpbridge.planning.estimate.constants import read_machine
+from tests.worlds import reported
+
+HURRIED = """
+import datetime, json, pathlib, sys, time
+import torch, torch.distributed as dist
+from mpbridge.training.simulate import calibrate
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+clock, called = time.perf_counter, []
+calibrate.time.perf_counter = lambda: clock() * (1 + 9 * dist.get_rank())
+calibrate.dist.all_reduce = lambda tensor, reduce=dist.all_reduce: called.append(1) or reduce(tensor)
+calibrate._link(0.3, torch.device("cpu"))
+counts = [None] * 2
+dist.all_gather_object(counts, len(called))
+if dist.get_rank() == 0:
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(counts))
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_whose_clocks_differ_issue_the_same_collectives(tmp_path):
+    program = tmp_path / "hurried.py"
+    program.write_text(HURRIED)
+    first, second = reported(2, str(program), tmp_path / "counts.json")
+    assert first == second > 5
 
 
 def test_this_cpu_is_measured_and_predictions_follow(tmp_path, capsys):
