@@ -47,6 +47,7 @@ _NONE_OF = {
     "mtp_num_layers": "MambaModel predicts one token",
     "multi_latent_attention": "its layers have plain attention",
     "qk_layernorm": "its specification has no such norms, and ignores the setting",
+    "qk_l2_norm": "its specification has no such norms, and ignores the setting",
     "rope_scaling": "MambaModel does not take it",
     "cpu_offloading": "its stack opens no context for it",
 }

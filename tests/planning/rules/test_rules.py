@@ -303,6 +303,12 @@ def test_rule_fires_on_its_case_and_not_on_the_neighbour(name):
     assert name not in ids(broken(*holds))
 
 
+@pytest.mark.parametrize("name", ["qk_layernorm", "qk_l2_norm"])
+def test_norms_of_queries_that_a_hybrid_does_not_build_are_refused(name):
+    run = {**PATTERN, "model": {**PATTERN["model"], name: True}}
+    assert [one.found for one in broken(*case(**run)) if one.rule == "hybrids-do-not-follow" and name in one.found]
+
+
 @pytest.mark.parametrize("played", [True, False])
 def test_processes_of_a_played_gpu_talk_by_gloo(played):
     assert ("interleaved-pipeline-on-gloo" in ids(broken(*case(parallel=VPP, played=played)))) is played

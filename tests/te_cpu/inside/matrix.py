@@ -91,8 +91,10 @@ def test_layers_of_experts_normalize_queries_and_keys_as_the_model_asks() -> Non
     )
     with process_group(False):
         parallel_state.initialize_model_parallel()
-        layers = transformer_engine_spec(config, None).layer_specs
-        parallel_state.destroy_model_parallel()
+        try:
+            layers = transformer_engine_spec(config, None).layer_specs
+        finally:
+            parallel_state.destroy_model_parallel()
     for layer in layers:
         kinds = layer.submodules.self_attention.submodules
         assert (kinds.q_layernorm, kinds.k_layernorm) == (L2Norm, L2Norm)
