@@ -165,6 +165,7 @@ def test_a_second_derivative_is_refused_also_where_the_incoming_gradient_has_non
             )
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own decompositions
 def test_forward_mode_differentiation_looks_into_a_norm() -> None:
     norm, x = RMSNorm(8, eps=1e-5).bfloat16(), torch.randn(2, 8).bfloat16()
     with torch.autograd.forward_ad.dual_level():
