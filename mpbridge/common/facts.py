@@ -252,6 +252,30 @@ class Versions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CudaGraphs:
+    """What CUDA graphs capture of a step."""
+
+    implementation: str = "none"
+    """'none', 'local', 'transformer_engine' or, since megatron-core 0.17, 'full_iteration'."""
+    parts: tuple[str, ...] = ()
+    """The parts of a layer that the scope names, or 'full_iteration'; () is the whole layer. Without an implementation nothing captures them."""
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is captured."""
+        return self.implementation != "none"
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether one graph is the whole iteration."""
+        return self.on and "full_iteration" in self.parts
+
+    def inside_layers(self, part: str) -> bool:
+        """Whether that part of a layer is captured, by a graph of its layer."""
+        return self.on and (not self.parts or part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Everything besides the policy that rules, shapes, memory and fingerprints depend on."""
 
@@ -295,6 +319,21 @@ class RunFacts:
     def dispatcher(self) -> str:
         """What sends tokens to their experts; megatron-core's default gathers those of all ranks, and counts them by values."""
         return str(self.model.get("moe_token_dispatcher_type") or "allgather")
+
+    @property
+    def cuda_graphs(self) -> CudaGraphs:
+        """What its settings capture, in all the spellings that megatron-core reads (transformer_config.py __post_init__)."""
+        model = self.model
+        switched = {"local": "enable_cuda_graph", "transformer_engine": "external_cuda_graph"}  # before cuda_graph_impl
+        chosen = next((name for name, switch in switched.items() if model.get(switch)), model.get("cuda_graph_impl"))
+        if chosen == "full_iteration":  # until 0.16 a part, since then an implementation
+            return CudaGraphs(implementation=chosen, parts=(chosen,))
+        # since 0.17 the scope is called cuda_graph_modules; the old name wins if it is set
+        given = model.get("cuda_graph_scope") or model.get("cuda_graph_modules") or ()
+        given = getattr(given, "name", given)
+        names = given.split(",") if isinstance(given, str) else [getattr(item, "name", item) for item in given]
+        parts = tuple(map(str, names))
+        return CudaGraphs(implementation=str(chosen or "none"), parts=() if parts == ("full",) else parts)
 
     @property
     def instances(self) -> int:

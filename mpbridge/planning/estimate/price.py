@@ -173,18 +173,12 @@ def with_wires(
 
 def host_units(run: RunFacts, work: Work) -> float:
     """Host work per micro-batch in units of the constant 'host': what remains with CUDA graphs and dispatchers."""
-    model = run.model
-    scope = model.get("cuda_graph_scope") or model.get("cuda_graph_modules")
-    scopes = [scope] if isinstance(scope, str) else list(scope or ())
-    graphed = model.get("cuda_graph_impl") not in (None, "none")
-    factor = 1.0
-    # newer releases of megatron-core select full-iteration graphs by implementation, older ones by scope
-    if any("full_iteration" in str(item) for item in (*scopes, model.get("cuda_graph_impl"))):
-        factor = 0.0
-    elif graphed or model.get("enable_cuda_graph") or model.get("external_cuda_graph"):
-        factor = 0.5 if any(str(item) in ("attn", "full") for item in scopes) or not scopes else 0.8
+    graphs = run.cuda_graphs
+    if graphs.whole_step:
+        return 0.0
+    factor = (0.5 if graphs.inside_layers("attn") else 0.8) if graphs.on else 1.0
     flexible = run.dispatcher == "flex"
-    routing = (1.0 if flexible else 1.3) * (1.4 if model.get("overlap_moe_expert_parallel_comm") else 1.0)
+    routing = (1.0 if flexible else 1.3) * (1.4 if run.model.get("overlap_moe_expert_parallel_comm") else 1.0)
     beside = (HOST_LATENT, run.shape.latent_attention), (HOST_SHARED, run.shape.shared_expert_size)
     each = HOST_MOE + sum(units for units, has in beside if has)
     return factor * (each * routing * work.experts + HOST_DENSE * (work.layers - work.experts))

@@ -175,13 +175,12 @@ def _graph_inputs(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> in
     """Bytes of CUDA graphs' static inputs: the hidden states and, with attention, the mask, for each layer and micro-batch in flight.
 
     megatron-core's transformer/transformer_layer.py get_layer_static_inputs; buffers are reused once a micro-batch's backward pass is done."""
-    model, shape, parallel = run.model, run.shape, run.parallel
-    if model.get("cuda_graph_impl") in (None, "none") and not model.get("enable_cuda_graph"):
+    graphs, shape, parallel = run.cuda_graphs, run.shape, run.parallel
+    if not graphs.on or graphs.whole_step:  # a graph of the whole iteration keeps its batch alone (full_cuda_graph.py)
         return 0
     rows = shape.seq_length // parallel.context
     states = rows * run.micro_batch_size * shape.hidden_size * policy.compute.bytes
-    scope = str(model.get("cuda_graph_scope") or model.get("cuda_graph_modules") or "attn")
-    mask = run.micro_batch_size * rows * shape.seq_length if "attn" in scope else 0
+    mask = run.micro_batch_size * rows * shape.seq_length if graphs.inside_layers("attn") else 0
     layers = [len(chunk.built(shape)) for chunk in at.chunks(run)]
     return int((states // parallel.sequence_width + mask) * in_flight(run, at.stage, layers))
 

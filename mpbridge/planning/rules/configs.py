@@ -120,7 +120,7 @@ def _library(case: Case) -> str:
         return f"{', '.join(later)} without Transformer Engine" if later else ""
     if case.model("softmax_type", "vanilla") != "vanilla" and te_layers(case.run):
         later["softmax_type"] = "2.8"
-    if case.model("delay_wgrad_compute") and case.model("cuda_graph_impl") == "transformer_engine":
+    if case.model("delay_wgrad_compute") and case.run.cuda_graphs.implementation == "transformer_engine":
         later["delay_wgrad_compute in CUDA graphs"] = "2.10"
     found = ", ".join(f"{name} (from {since})" for name, since in later.items() if case.te_before(since))
     return f"{found} with Transformer Engine {have}" if found else ""

@@ -162,7 +162,7 @@ def _cpu_offloading(case: Case) -> str:
         (f"cpu_offloading_num_layers={layers} of {depth}", not 0 <= layers < depth),
         ("pipeline stages", case.run.parallel.pipeline > 1),
         ("recomputation", case.model("recompute_granularity")),
-        ("CUDA graphs", _graphs(case) != "none"),
+        ("CUDA graphs", case.run.cuda_graphs.on),
         ("fine-grained offloading", case.model("fine_grained_activation_offloading")),
     )
 
@@ -215,13 +215,6 @@ def _offloaded(case: Case) -> str:
     return "offload_modules has attn_proj without core_attn" if alone else ""
 
 
-def _graphs(case: Case) -> str:
-    """The CUDA graph implementation that the settings select."""
-    if case.model("enable_cuda_graph"):
-        return "local"
-    return "transformer_engine" if case.model("external_cuda_graph") else str(case.model("cuda_graph_impl", "none"))
-
-
 def _graph_switches(case: Case) -> str | None:
     old = [name for name in ("enable_cuda_graph", "external_cuda_graph") if case.model(name)]
     if len(old) == 2:
@@ -230,30 +223,18 @@ def _graph_switches(case: Case) -> str | None:
     return f"{old[0]} together with cuda_graph_impl={implementation}" if old and implementation != "none" else None
 
 
-def scopes(case: Case) -> tuple[str, ...]:
-    """The parts of a layer that CUDA graphs capture, as megatron-core reads the setting; () is the whole layer, also spelled 'full'."""
-    if case.model("cuda_graph_impl") == "full_iteration":  # since 0.17 no part but an implementation
-        return ("full_iteration",)
-    # since 0.17 the setting is called cuda_graph_modules; the old name wins if it is set
-    given = case.run.model.get("cuda_graph_scope") or case.run.model.get("cuda_graph_modules") or ()
-    given = getattr(given, "name", given)
-    names = given.split(",") if isinstance(given, str) else [getattr(item, "name", item) for item in given]
-    plain = tuple(str(name) for name in names)
-    return () if plain == ("full",) else plain
-
-
 def _graph_words(case: Case) -> str | None:
     known = records("model", version=case.run.versions.megatron_core)
     old, new = case.run.model.get("cuda_graph_scope"), case.run.model.get("cuda_graph_modules")
     if "cuda_graph_modules" in known and old is not None and new not in ("full", None, []):
         return "cuda_graph_scope together with cuda_graph_modules, its new name"
     legal = (known.get("cuda_graph_modules") or known["cuda_graph_scope"])["choices"]
-    odd = [name for name in scopes(case) if name not in (*legal, case.model("cuda_graph_impl"))]
+    odd = [name for name in case.run.cuda_graphs.parts if name not in (*legal, case.model("cuda_graph_impl"))]
     return f"cuda_graph_scope has {', '.join(map(repr, odd))} (known: {', '.join(legal)})" if odd else None
 
 
 def _graph_scope(case: Case) -> str:
-    implementation, parts = _graphs(case), set(scopes(case))
+    implementation, parts = case.run.cuda_graphs.implementation, set(case.run.cuda_graphs.parts)
     if implementation == "local" and parts & {"moe_router", "moe_preprocess"}:
         parts |= {"moe_router", "moe_preprocess"}
     experts = (case.run.shape.experts or 0) > 1
@@ -278,23 +259,26 @@ def _graph_scope(case: Case) -> str:
 
 
 def _graph_recompute(case: Case) -> str:
-    implementation, parts, how = _graphs(case), scopes(case), case.model("recompute_granularity")
+    graphs, how = case.run.cuda_graphs, case.model("recompute_granularity")
     names = case.words("recompute_modules") or ("core_attn",)
     if case.model("moe_layer_recompute"):
         how, names = "selective", (*names, "moe")  # its new spelling
     if not how:
         return ""
     if how == "full":
-        return "" if parts == ("full_iteration",) else "full recomputation without capturing the full iteration"
-    whole = not parts or "full_iteration" in parts
-    around = implementation == "transformer_engine" and "moe" in names and "moe_router" in parts
+        return "" if graphs.parts == ("full_iteration",) else "full recomputation without capturing the full iteration"
+    around = graphs.implementation == "transformer_engine" and "moe" in names and "moe_router" in graphs.parts
     random = (
         ("attention_dropout", "attn", "core_attn", case.model("attention_dropout", 0.0) != 0.0),
         ("hidden_dropout", "mlp", "mlp", case.model("hidden_dropout", 0.0) != 0.0),
         ("hidden_dropout", "moe", "moe", case.model("hidden_dropout", 0.0) != 0.0),
         ("moe_input_jitter_eps", "moe", "moe", case.model("moe_input_jitter_eps") is not None),
     )
-    seen = [(source, again, on and (whole or part in parts)) for source, part, again, on in random if again in names]
+    seen = [
+        (source, again, on and (graphs.whole_step or graphs.inside_layers(part)))
+        for source, part, again, on in random
+        if again in names
+    ]
     return faults(
         "",
         *((f"{source} in a captured and recomputed {again}", wrong) for source, again, wrong in seen),
@@ -310,11 +294,11 @@ def _autocast(case: Case) -> str:
 
 
 def _graph_overlap(case: Case) -> str:
-    implementation, parts = _graphs(case), scopes(case)
-    if implementation == "transformer_engine" and not {"moe", "mlp"} & set(parts):
+    graphs = case.run.cuda_graphs
+    if graphs.implementation == "transformer_engine" and not {"moe", "mlp"} & set(graphs.parts):
         return ""
-    captured = ", ".join(parts) or "whole layers"
-    return f"overlap_moe_expert_parallel_comm with CUDA graphs by {implementation} of {captured}"
+    captured = ", ".join(graphs.parts) or "whole layers"
+    return f"overlap_moe_expert_parallel_comm with CUDA graphs by {graphs.implementation} of {captured}"
 
 
 RULES: tuple[Rule, ...] = (
@@ -327,12 +311,12 @@ RULES: tuple[Rule, ...] = (
     row("offloaded-modules", _offloaded, "a list of known modules", "correct model.offload_modules", when=lambda c: c.model("fine_grained_activation_offloading")),
     row("graph-switches", _graph_switches, "one of them", "model.cuda_graph_impl alone"),
     row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope (since 0.17 cuda_graph_modules)"),
-    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope (since 0.17 cuda_graph_modules)", when=lambda c: _graphs(c) != "none"),
+    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope (since 0.17 cuda_graph_modules)", when=lambda c: c.run.cuda_graphs.on),
     row("graph-with-recomputation", _graph_recompute, "no random numbers in a captured part that is recomputed", "model.cuda_graph_impl=none, or model.recompute_granularity=null",
-         when=lambda c: _graphs(c) != "none"),
+         when=lambda c: c.run.cuda_graphs.on),
     row("recompute-outside-autocast", _autocast, "neither: autocast is around the forward pass alone, so what backward recomputes is computed in other dtypes",
         "model.recompute_granularity=null model.moe_layer_recompute=null, or mixed_precision.autocast_enabled=false",
         "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_step, tensor_parallel/random.py CheckpointFunction", when=lambda c: c.policy.autocast is not None),
     row("graph-with-expert-overlap", _graph_overlap, "graphs by transformer_engine, of other parts", "model.cuda_graph_impl=none",
-         when=lambda c: _graphs(c) != "none" and c.model("overlap_moe_expert_parallel_comm")),
+         when=lambda c: c.run.cuda_graphs.on and c.model("overlap_moe_expert_parallel_comm")),
 )  # fmt: skip

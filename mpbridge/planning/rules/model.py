@@ -7,7 +7,6 @@ from mpbridge.common.formats import DType, say
 from mpbridge.common.versions import Window
 from mpbridge.planning.memory.ranks import stage_chunks, undivided
 from mpbridge.planning.rules.base import ARGUMENTS, MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, row, warning
-from mpbridge.planning.rules.construction import scopes
 
 _OTHER_MODELS = (
     "heterogeneous_block_specs", "hybrid_context_parallel", "experimental_attention_variant", "use_kitchen", "use_kitchen_attention", "cache_mla_latents",
@@ -97,11 +96,11 @@ RULES: tuple[Rule, ...] = (
     row("router-padding-in-a-graph", "moe_router_padding_for_fp8 with a captured moe_preprocess",
         "no synchronising copies in a captured step",
         "remove moe_preprocess from model.cuda_graph_scope (since 0.17 cuda_graph_modules)",
-        when=lambda c: c.model("moe_router_padding_for_fp8") and c.model("cuda_graph_impl", "none") != "none" and "moe_preprocess" in scopes(c)),
+        when=lambda c: c.model("moe_router_padding_for_fp8") and c.run.cuda_graphs.on and "moe_preprocess" in c.run.cuda_graphs.parts),
     row("nan-check-in-a-graph", "check_for_nan_in_grad with a captured iteration",
         "no host-side check inside a captured iteration",
         "ddp.check_for_nan_in_grad=false", ARGUMENTS,
-        when=lambda c: c.ddp("check_for_nan_in_grad") and "full_iteration" in scopes(c)),
+        when=lambda c: c.ddp("check_for_nan_in_grad") and "full_iteration" in c.run.cuda_graphs.parts),
     row("experts-in-fp8-need-newer-engine", "FP8 experts with Transformer Engine {c.run.versions.transformer_engine}",
         "1.7 or later, with grouped GEMM 1.11",
         "upgrade Transformer Engine",

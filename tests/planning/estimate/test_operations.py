@@ -11,6 +11,7 @@ import pytest
 from mpbridge.common.errors import BadValue
 from mpbridge.planning.estimate.build import work
 from mpbridge.planning.estimate.gemms import model_flops_per_token
+from mpbridge.planning.estimate.price import host_units
 from mpbridge.planning.memory.layers import layer_weights
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
@@ -43,6 +44,18 @@ def test_recomputed_modules_are_computed_once_more():
     run = run_of(next(row for row in some if row["settings"].get("recompute_modules") == ["mla_up_proj"]))
     again = [gemm for gemm in work(run.policy, run.facts, 0).gemms if gemm.step == "recompute"]
     assert {gemm.where.rpartition(".")[2] for gemm in again} == {"linear_q_up_proj", "linear_kv_up_proj"}
+
+
+@pytest.mark.parametrize(("settings", "share"), [
+    ({}, 1), ({"cuda_graph_scope": "full_iteration"}, 1), ({"external_cuda_graph": True}, 0.5), ({"cuda_graph_impl": "local", "cuda_graph_scope": "full"}, 0.5),
+    ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "mlp,attn"}, 0.5), ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["mlp"]}, 0.8),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, 0), ({"cuda_graph_impl": "full_iteration"}, 0),
+], ids=str)  # fmt: skip
+def test_the_host_launches_what_no_graph_captures(settings, share):
+    run = run_of(rows()[1])  # Llama 3 70B, without graphs
+    asked = dataclasses.replace(run.facts, model={**run.facts.model, **settings})
+    alone, graphed = (host_units(facts, work(run.policy, facts, 0)) for facts in (run.facts, asked))
+    assert graphed == pytest.approx(share * alone)
 
 
 @pytest.mark.parametrize(("settings", "passes"), [

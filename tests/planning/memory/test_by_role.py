@@ -416,6 +416,18 @@ def test_graphs_keep_hidden_states_and_masks_of_their_layers():
     assert beside(run)["CUDA graphs"] == layers * run.micro_batch_size * length * (run.shape.hidden_size * 2 + length)
 
 
+@pytest.mark.parametrize(("settings", "masks"), [
+    ({"external_cuda_graph": True}, 1), ({"cuda_graph_impl": "local", "cuda_graph_scope": "full"}, 1),
+    ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]}, 0), ({"cuda_graph_scope": "attn"}, None),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, None), ({"cuda_graph_impl": "full_iteration"}, None),
+], ids=str)  # fmt: skip
+def test_graphs_keep_what_goes_into_captured_layers_and_nothing_of_others(settings, masks):
+    run = facts(model=settings)
+    length, each = run.shape.seq_length, run.shape.hidden_size * 2
+    expected = None if masks is None else run.shape.num_layers * run.micro_batch_size * length * (each + masks * length)
+    assert beside(run).get("CUDA graphs") == expected
+
+
 def test_offloaded_modules_keep_their_inputs_on_the_host():
     model = {"attention_backend": "unfused", "attention_dropout": 0.0}
     there = memory(policy("bf16"), facts(model=model)).activations

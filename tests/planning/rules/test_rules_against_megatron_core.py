@@ -14,6 +14,7 @@ import pytest
 
 from mpbridge.backend.megatron.targets import build
 from mpbridge.common.errors import MpbridgeError, Refused, UpstreamRefused
+from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.common.machines import machine
 from mpbridge.common.probe import installed
 from mpbridge.planning.rules.table import broken
@@ -37,6 +38,9 @@ MODELS = (
 SIZES = ({}, {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2},
          {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2},
          {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True})  # fmt: skip
+SHAPE = ModelShape(
+    num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=64, seq_length=32,
+)  # fmt: skip
 NUMBERS = (-1, 0, 1, 2, 3, 4, 8, 64)
 WORDS = {
     "model.recompute_modules": ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "nothing"],
@@ -210,3 +214,23 @@ def test_what_the_rules_pass_the_config_classes_accept_many_times() -> None:
     assert refused == []
     assert misnamed == []
     assert seen["passed"] > 4_000
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"cuda_graph_scope": "attn"}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}, {"external_cuda_graph": True, "cuda_graph_scope": []},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": None}, {"cuda_graph_impl": "local", "cuda_graph_scope": "full"},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,mlp"},
+    {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["mlp", "attn"]},
+], ids=str)  # fmt: skip
+def test_cuda_graphs_are_read_as_megatron_core_reads_them(settings):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    with warnings.catch_warnings(action="ignore"):  # the deprecated switches
+        theirs = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **settings)
+    ours = RunFacts(shape=SHAPE, model=settings).cuda_graphs
+    assert (ours.implementation, list(ours.parts)) == (
+        theirs.cuda_graph_impl,
+        [scope.name for scope in theirs.cuda_graph_scope],
+    )
+    whole = not theirs.cuda_graph_scope or "attn" in (scope.name for scope in theirs.cuda_graph_scope)
+    assert ours.inside_layers("attn") is (theirs.cuda_graph_impl != "none" and whole)
