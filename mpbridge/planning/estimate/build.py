@@ -21,7 +21,6 @@ from mpbridge.planning.memory.buckets import Buffer, empty
 from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, is_frozen, keeps, kept_fp32, trained_by, wires
 from mpbridge.planning.memory.layers import Parameter
-from mpbridge.planning.memory.overheads import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, undivided
 from mpbridge.planning.memory.roles import chunk_buffers, holdings, resting
 from mpbridge.precision.policy import PrecisionPolicy
@@ -279,7 +278,6 @@ def work_of(
     gemms = tuple(rank_gemms(policy, run, chunks))
     layers, experts = _layers(run, chunks)
     return Work(
-        stage=at.stage,
         layers=layers,
         experts=experts,
         gemms=gemms,
@@ -293,8 +291,6 @@ def work_of(
         ),
         step=fixed.step,
         optimizer=fixed.optimizer,
-        offloaded=_offloaded(policy, run, layers),
-        left_out=left_out_of_time(run),
     )
 
 
@@ -337,12 +333,3 @@ def update(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> flo
         beside = elements_of("factors", shape, 0) * factors if factors else 0
         found += elements * (one + beside / parameter.weight.elements) / (ranks if sharded else 1)
     return found
-
-
-def _offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
-    """Activations that cpu_offloading moves to the host and back."""
-    if not run.model.get("cpu_offloading"):
-        return 0.0
-    from mpbridge.planning.memory.activations import offloaded
-
-    return 2.0 * offloaded(policy, run, min(layers, int(run.model.get("cpu_offloading_num_layers") or 0)))

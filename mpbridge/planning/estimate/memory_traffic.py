@@ -5,11 +5,11 @@ Counted per token and layer, with every operand read once and written once by ea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.gemms import attended
-from mpbridge.planning.estimate.price import AttentionWork, MatrixProduct, MemoryTraffic
+from mpbridge.planning.estimate.price import AttentionWork, MatrixProduct
 from mpbridge.planning.memory.activations import attention_kernel, layers_again, recomputed_modules
 from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import is_frozen
@@ -42,7 +42,6 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
         yield AttentionWork(
             flops=flops * (1 if kernel == "fused" else 2),
             scores=scores,
-            kernel=kernel,
             format="fp8" if run.model.get("fp8_dot_product_attention") else "",
             bytes=moved,
         )
@@ -50,8 +49,8 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
 
 def traffic(
     policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...], gemms: tuple[MatrixProduct, ...], weights: float
-) -> tuple[MemoryTraffic, ...]:
-    """Every kind of traffic above zero. weights: from `weight_bytes`."""
+) -> Mapping[str, float]:
+    """`Work.traffic`, without kinds of which there is none. weights: from `weight_bytes`."""
     shape, tensor, rows = run.shape, run.parallel.tensor, run.tokens
     wide = policy.compute.bytes / 2
     found: defaultdict[str, float] = defaultdict(float)
@@ -79,7 +78,7 @@ def traffic(
     cast = quantized_bytes(gemms, run.machine.arch if run.machine is not None else None)
     found["quantization"] += cast * (0.6 if fused and shape.experts else 1)
     found["weights"] += weights
-    return tuple(MemoryTraffic(kind=kind, bytes=size) for kind, size in found.items() if size)
+    return {kind: size for kind, size in found.items() if size}
 
 
 def _attention_bytes(run: RunFacts) -> float:

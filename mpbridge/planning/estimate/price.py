@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.common.errors import BadValue
@@ -55,21 +55,10 @@ class AttentionWork:
     """FLOPs of both products, forward and backward (3.5 times the forward ones), without masked positions."""
     scores: float
     """Number of exponentials, in forward and again in backward."""
-    kernel: str = "fused"
-    """'fused', 'unfused' or 'local'."""
     format: str = ""
     """Format of both products' operands: 'fp8' with fp8_dot_product_attention; empty: 16 bits."""
     bytes: float = 0.0
     """Bytes of scores written to and read from memory; 0 for fused kernels."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTraffic:
-    """Bytes read and written by memory-bound operations, per micro-batch."""
-
-    kind: str
-    """'norms', 'activation', 'routing', 'quantization', 'weights' or 'loss'."""
-    bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,21 +79,17 @@ class Collective:
 class Work:
     """The work of one rank: `micro` once per micro-batch, `step` once per step."""
 
-    stage: int
     layers: int
     experts: int
     """Number of layers that are mixtures of experts."""
     gemms: tuple[MatrixProduct, ...]
     attention: tuple[AttentionWork, ...]
-    traffic: tuple[MemoryTraffic, ...]
+    traffic: Mapping[str, float]
+    """Memory-bound operations ('norms', 'activation', 'scan', 'routing', 'quantization', 'weights', 'loss') -> bytes read and written."""
     collectives: tuple[Collective, ...]
     step: tuple[Collective, ...]
     optimizer: float
     """Bytes that the update reads and writes."""
-    offloaded: float = 0.0
-    """Bytes over the host link and back per micro-batch."""
-    left_out: tuple[str, ...] = field(default=())
-    """What is not priced, with the sign of the error."""
 
 
 HOST_MOE, HOST_DENSE = 1.0, 0.25
@@ -148,8 +133,8 @@ def micro_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, f
     for part in work.attention:
         found["attention"] += attention_seconds(part, machine)
     bandwidth = machine.bandwidth or 1e11
-    for traffic in work.traffic:
-        found[f"memory:{traffic.kind}"] += traffic.bytes / bandwidth
+    for kind, moved in work.traffic.items():
+        found[f"memory:{kind}"] += moved / bandwidth
     return with_wires(found, run, work.collectives, machine)
 
 

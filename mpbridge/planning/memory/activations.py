@@ -5,7 +5,6 @@ attention is not fused. Fragmentation and load imbalance between experts are not
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -165,12 +164,6 @@ def _away(run: RunFacts, layers: int) -> int:
     if not run.model.get("cpu_offloading") or run.model.get("cpu_offloading_activations") is False:
         return 0
     return min(layers, int(run.model.get("cpu_offloading_num_layers") or 0))
-
-
-def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
-    """Bytes of one micro-batch's activations in `layers` layers that cpu_offloading keeps on the host."""
-    kinds = layer_kinds(policy, run)[:layers]
-    return sum(_selected(run, _layer(policy, run, kind)) * count for kind, count in Counter(kinds).items())
 
 
 def layers_again(run: RunFacts, chunk: Chunk) -> list[bool]:
