@@ -215,6 +215,11 @@ def _packed(run: RunFacts) -> bool:
     return any(bool(run.model.get(name)) for name in names)
 
 
+def _offloaded(run: RunFacts) -> bool:
+    modules = run.model.get("fine_grained_activation_offloading") and run.model.get("offload_modules")
+    return bool(modules or run.model.get("cpu_offloading"))
+
+
 def _no_network(run: RunFacts) -> bool:
     machine = run.machine
     return machine is not None and run.parallel.world_size > machine.domain and not machine.network
@@ -231,6 +236,8 @@ LIMITATIONS = (
                instead="counted as softmax attention, without its gates and convolutions", time="faster", memory="larger by those weights", states=True),
     Limitation(asked=_packed, what="packed sequences or sequences of several lengths",
                instead="counted as whole sequences of seq_length", time="faster", memory="at most as large"),
+    Limitation(asked=_offloaded, what="the copies of offloaded activations to the host and back",
+               instead="counted as taking no time", time="slower"),
     Limitation(asked=lambda run: run.optimizer.resident < 1, what="the optimizer's states and update on the host",
                instead="states counted by their share, the update as on the GPU", time="slower",
                memory="smaller by less than the states of one tensor", states=True),

@@ -437,6 +437,16 @@ def test_offloaded_modules_keep_their_inputs_on_the_host():
     assert there - memory(policy("bf16"), run).activations > 30 * scores
 
 
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, True), ({"cpu_offloading": True, "cpu_offloading_num_layers": 4}, True),
+    ({"offload_modules": ["core_attn"]}, False), ({}, False),
+], ids=str)  # fmt: skip
+def test_copies_of_offloaded_activations_take_no_time_and_that_is_said(settings, said):
+    run = facts(model=settings)
+    assert any("to the host and back" in words and "slower" in words for words in left_out_of_time(run)) is said
+    assert not left_out_of_memory(run)
+
+
 def test_muon_keeps_one_momentum_of_matrices_and_both_moments_of_the_rest():
     """megatron-core 0.16.1 over BF16 parameters: 2 + 4 (gradient) + 4 (main) + 4 (momentum) bytes of a matrix, 4 more of everything else."""
     run = dataclasses.replace(facts(8), optimizer=OptimizerFacts(name="muon"))
