@@ -66,6 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fused-activation": pair({"bias_activation_fusion": True, "activation_func": "relu"}, {"bias_activation_fusion": True, "activation_func": "gelu"}),
     "rotary-embedding": pair({"multi_latent_attention": True, "apply_rope_fusion": True, "rope_type": "rope"},
                              {"multi_latent_attention": True, "apply_rope_fusion": True, "rope_type": "yarn"}),
+    "l2-norm-on-latent-attention": pair({"multi_latent_attention": True, "qk_l2_norm": True}, {"multi_latent_attention": True, "qk_layernorm": True}),
     "symmetric-all-reduce": ({"model": {"symmetric_ar_type": "two_shot"}, "versions": dataclasses.replace(NEWER, torch="2.6.0", megatron_core="0.16.1")},
                              {"model": {"symmetric_ar_type": "two_shot"}, "versions": dataclasses.replace(NEWER, torch="2.7.0", megatron_core="0.16.1")}),
     "switch-without-transformer-engine": ({"model": {"apply_rope_fusion": True}, "versions": BARE}, {"model": {"apply_rope_fusion": True}}),
