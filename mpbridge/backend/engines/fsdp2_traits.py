@@ -4,7 +4,7 @@ from mpbridge.common.facts import ADAMS, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import EngineTraits
 from mpbridge.planning.memory.keeps import MOMENTS, fused
-from mpbridge.planning.rules.base import Case, Rule, warning
+from mpbridge.planning.rules.base import Case, Rule
 
 
 def _torch_muon_cannot(case: Case) -> str | None:
@@ -39,14 +39,6 @@ RULES: tuple[Rule, ...] = (
         expected="storage at least as wide as compute: otherwise gradients and states are narrow while compute costs its full price",
         cure="mixed_precision.params_dtype=null, or a recipe that computes in 16 bits",
         source="torchtitan refuses the same; mpbridge/backend/engines/fsdp2.py",
-    ),
-    warning(
-        id="moments-follow-16-bit-parameters",
-        when=lambda c: c.run.optimizer.name == "torch_adamw" and c.policy.params is not DType.FP32,
-        found="torch AdamW over {c.policy.params.short} parameters",
-        expected="FP32 storage, or FusedAdam: torch keeps moments in the parameters' dtype, where small updates are rounded away",
-        cure="recipe fp32_params_bf16_compute or bf16_params_fp32_states",
-        source="NeMo AutoModel PR 2248; AReaL#1292",
     ),
     Rule(
         id="torch-adamw-cannot-keep-states",

@@ -155,7 +155,6 @@ class ShardOptimizer:
         self.parts = [_inner(_of_dtype(local, kind), policy, facts, config, cuda=cuda) for kind in dtypes]
         if facts.optimizer.name in MUONS:
             self.parts = [part for kind in dtypes for part in self._with_muon(_of_dtype(local, kind), config)]
-        warn_bf16_adam(self.parts, [p for p in self.names.values() if p.requires_grad])
 
     def _with_muon(self, groups: list[dict[str, Any]], config: Any) -> Iterator[torch.optim.Optimizer]:
         """Muon for the matrices of these groups, and torch's Adam for the rest."""
@@ -264,23 +263,6 @@ def _first_time(what: str) -> bool:
     if what in _warned or (dist.is_initialized() and dist.get_rank() != 0):
         return False
     _warned.add(what)
-    return True
-
-
-def warn_bf16_adam(optimizers: Iterable[Any], parameters: Iterable[torch.Tensor]) -> bool:
-    """Warns, once per process and on rank 0 only, when torch's Adam or AdamW trains BF16 parameters in full; returns whether it warned.
-
-    Silent for frozen BF16 parameters and for other optimizers: SGD has no such states, and FusedAdam keeps them in FP32.
-    """
-    theirs = any(isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) for one in optimizers)
-    narrow = any(p.requires_grad and p.dtype is torch.bfloat16 for p in parameters)
-    if not (theirs and narrow and _first_time("optim")):
-        return False
-    log.warning(
-        "torch's Adam keeps both moments in the parameters' dtype, BF16 here: the second moment stalls and small updates are lost "
-        "(scripts/evidence/show_bf16_adam.py). Store parameters in FP32 (recipe fp32_params_bf16_compute), or let FusedAdam keep FP32 states "
-        "(recipe bf16_params_fp32_states)"
-    )
     return True
 
 

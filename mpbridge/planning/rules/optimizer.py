@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpbridge.common.facts import ADAMS, BESIDE_ADAM
+from mpbridge.common.facts import ADAMS, BESIDE_ADAM, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
@@ -75,6 +75,16 @@ def _unread_grads(case: Case) -> str:
     if asked is None or asked is DType.FP32 or held is None or held.dtype is asked:
         return ""
     return f"main_grads_dtype={asked.short}, but the optimizer reads {held.dtype.short}"
+
+
+def _narrow_moments(case: Case) -> str:
+    """torch's Adam over 16-bit tensors: what a wrapper keeps as main weights, or the parameters."""
+    wrapped = case.traits.main_weights == "wrapper"
+    updated = (case.policy.main_params or DType.FP32) if wrapped else case.policy.params
+    # Muon on shards leaves everything but hidden matrices to torch's AdamW
+    torchs = case.run.optimizer.name == "torch_adamw" or (case.run.optimizer.name in MUONS and not case.core)
+    what = "main weights" if wrapped else "parameters"
+    return f"torch AdamW over {updated.short} {what}" if torchs and updated is not DType.FP32 else ""
 
 
 def _unmet_by_overlapped_step(case: Case) -> str:
@@ -183,4 +193,8 @@ RULES: tuple[Rule, ...] = (
         "upgrade Transformer Engine, or bf16 moments", "Transformer Engine pytorch/optimizers/fused_adam.py",
         about="aware", when=lambda c: c.aware and DType.UINT8 in moments(c.policy).values() and c.te_before("2.0"),
         holds=(Window(package="transformer_engine", until="2.0"),)),
+    warning("moments-follow-16-bit-parameters", _narrow_moments,
+        "FP32 storage, or FusedAdam: torch keeps moments in the dtype of what it updates, where small updates are rounded away",
+        "recipe fp32_params_bf16_compute or bf16_params_fp32_states", "NeMo AutoModel PR 2248; AReaL#1292; scripts/evidence/show_bf16_adam.py",
+        cure_here=lambda c: "recipe bf16_megatron_fsdp" if c.traits.main_weights == "wrapper" else "recipe fp32_params_bf16_compute or bf16_params_fp32_states"),
 )  # fmt: skip

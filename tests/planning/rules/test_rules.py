@@ -303,6 +303,15 @@ def test_rule_fires_on_its_case_and_not_on_the_neighbour(name):
     assert name not in ids(broken(*holds))
 
 
+@pytest.mark.parametrize(("engine", "optimizer", "recipe", "said"), [
+    ("fsdp2", "torch_adamw", "full_bf16", True), ("fsdp2", "muon", "full_bf16", True), ("fsdp2", "muon", "fsdp_adamw", False), ("fsdp2", "sgd", "full_bf16", False),
+    ("megatron_fsdp", "torch_adamw", "full_bf16", True), ("megatron_fsdp", "torch_adamw", "bf16", False),
+])  # fmt: skip
+def test_torchs_adam_is_warned_of_wherever_what_it_updates_is_narrow(engine, optimizer, recipe, said):
+    found = ids(broken(*case(recipe, engine=engine, optimizer=OptimizerFacts(name=optimizer))))
+    assert ("moments-follow-16-bit-parameters" in found) is said
+
+
 @pytest.mark.parametrize("name", ["qk_layernorm", "qk_l2_norm"])
 def test_norms_of_queries_that_a_hybrid_does_not_build_are_refused(name):
     run = {**PATTERN, "model": {**PATTERN["model"], name: True}}
