@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
 from mpbridge.numerics.observation.operations import unobserved
+from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.schedule import Span, spans
 from mpbridge.settings.container import Run
@@ -277,8 +278,8 @@ def at_stage(run: Run) -> Run:
     return stage_run(run, index)
 
 
-def check_stages(run: Run) -> list[str]:
-    """A line for each stage and transition of `run`; empty for a run with one recipe.
+def check_stages(run: Run, said: Collection[Violation] = ()) -> list[str]:
+    """A line for each stage, with its warnings, and for each transition of `run`; empty for a run with one recipe. said: warnings that were shown before.
 
     Raises Refused with every violation of a rule or of the machine's capability in any stage, and every transition that would lose the optimizer's states.
     """
@@ -287,11 +288,13 @@ def check_stages(run: Run) -> list[str]:
     runs = [stage_run(run, span.index) for span in spans_of(run)]
     faults, lines = [], []
     for span, made in zip(spans_of(run), runs, strict=True):
+        lines.append(f"stage {span.index + 1}: {made.recipe}, steps {span.start + 1} to {span.stop}")
         try:
-            require_here(made.policy, made.facts)
+            _, warnings = require_here(made.policy, made.facts)
         except MpbridgeError as error:
             faults.append(f"stage {span.index + 1} ({made.recipe}): {error}")
-        lines.append(f"stage {span.index + 1}: {made.recipe}, steps {span.start + 1} to {span.stop}")
+        else:
+            lines += [f"  {warning}" for warning in warnings if warning not in said]
     for index, (before, after) in enumerate(itertools.pairwise(runs), start=1):
         answer = verdict(of_run(before), of_run(after))
         lines.append(f"  then {before.recipe} -> {after.recipe}: {answer.kind}{_lost(answer)}")

@@ -63,8 +63,7 @@ def _pretrain(
 ) -> Summary:
     out = console(speaks=rank() == 0 and not quiet)
     run = at_stage(anchored(run))
-    preflight(run, out)
-    for message in check_stages(run):
+    for message in check_stages(run, said=preflight(run, out)):
         tell(out, message)
     parts = Hooks([*default_hooks(run, partial(tell, out)), *hooks])
     cuda = torch.cuda.is_available()

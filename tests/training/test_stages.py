@@ -8,6 +8,7 @@ import pytest
 
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.common.report.metrics import EVENTS
+from mpbridge.planning.rules.table import require_here
 from mpbridge.training import checkpointer
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.verdict import read_fingerprint
@@ -168,6 +169,17 @@ def test_a_schedule_begins_with_the_weights_of_another_program(tmp_path):
     stages = [{"recipe": "fp32", "until": 1}, {"recipe": "bf16_mixed"}]
     watch = go(run(stages, iters=2, checkpoint={"load": str(place), "reset_optimizer": True}))
     assert watch.recipes == ["fp32", "bf16_mixed"]
+
+
+def test_a_later_stage_says_its_warnings_at_start():
+    stages = [{"recipe": "fp32_params_bf16_compute", "until": 1}, {"recipe": "full_bf16"}]
+    made = run(stages, iters=2, engine="fsdp2")
+    _, second, warning, _ = lines = checkpointer.check_stages(made)
+    assert second.startswith("stage 2: full_bf16")
+    assert warning.startswith("  warning moments-follow-16-bit-parameters: ")
+    later = checkpointer.stage_run(made, 1)
+    _, shown = require_here(later.policy, later.facts)
+    assert checkpointer.check_stages(made, said=shown) == [line for line in lines if line != warning]
 
 
 def test_each_transition_is_told():

@@ -6,7 +6,7 @@ from mpbridge.common.facts import ADAMS, BESIDE_ADAM, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
-from mpbridge.planning.memory.keeps import moments
+from mpbridge.planning.memory.keeps import fused, moments
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, row, warning
 from mpbridge.precision.config import FUSED
 
@@ -79,10 +79,12 @@ def _unread_grads(case: Case) -> str:
 
 def _narrow_moments(case: Case) -> str:
     """torch's Adam over 16-bit tensors: what a wrapper keeps as main weights, or the parameters."""
-    wrapped = case.traits.main_weights == "wrapper"
+    name, keeper = case.run.optimizer.name, case.traits.main_weights
+    wrapped = keeper == "wrapper"
     updated = (case.policy.main_params or DType.FP32) if wrapped else case.policy.params
-    # Muon on shards leaves everything but hidden matrices to torch's AdamW
-    torchs = case.run.optimizer.name == "torch_adamw" or (case.run.optimizer.name in MUONS and not case.core)
+    # beside a wrapper it is called adam, and is torch's unless FusedAdam is needed; Muon on shards leaves all but hidden matrices to torch's
+    plain = wrapped and name == "adam" and not fused(case.policy, case.traits)
+    torchs = name == "torch_adamw" or plain or (keeper == "optimizer" and name in MUONS)
     what = "main weights" if wrapped else "parameters"
     return f"torch AdamW over {updated.short} {what}" if torchs and updated is not DType.FP32 else ""
 

@@ -9,6 +9,7 @@ import torch
 
 from mpbridge.backend.engines import shard_optimizer as warnings
 from mpbridge.common.formats import DType
+from mpbridge.planning.rules.table import broken
 from tests.backend.engines import tiny
 
 
@@ -64,3 +65,19 @@ def test_a13_every_shipped_recipe_is_pattern_a_or_b_or_says_that_it_is_risky() -
             risky.append(name)
     assert risky == ["full_bf16"]
     assert "converges worse" in recipes["full_bf16"].summary
+
+
+@pytest.mark.parametrize(("engine", "optimizer", "recipe", "narrow"), [
+    ("fsdp2", "adam", "full_bf16", True), ("fsdp2", "muon", "full_bf16", True), ("fsdp2", "sgd", "full_bf16", False),
+    ("fsdp2", "adam", "bf16_params_fp32_states", False), ("fsdp2", "adam", "fp32_params_bf16_compute", False), ("fsdp2", "muon", "fp32_params_bf16_compute", False),
+    ("megatron_fsdp", "adam", "full_bf16", True), ("megatron_fsdp", "sgd", "full_bf16", False), ("megatron_fsdp", "adam", "bf16_megatron_fsdp", False),
+])  # fmt: skip
+def test_g5_the_rule_warns_of_exactly_those_runs_in_which_torchs_adam_updates_16_bits(
+    engines: Any, engine: str, optimizer: str, recipe: str, narrow: bool
+) -> None:
+    built = engines(recipe, engine=engine, optimizer={"optimizer": optimizer})
+    torchs = [part for part in built.optimizer.parts if isinstance(part, (torch.optim.Adam, torch.optim.AdamW))]
+    updated = {parameter.dtype for part in torchs for group in part.param_groups for parameter in group["params"]}
+    found = {one.rule for one in broken(built.run.policy, built.run.facts)}
+    assert (torch.bfloat16 in updated) is narrow
+    assert ("moments-follow-16-bit-parameters" in found) is narrow
