@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
     row("nan-check-in-a-graph", "check_for_nan_in_grad with a captured iteration",
         "no host-side check inside a captured iteration",
         "ddp.check_for_nan_in_grad=false", ARGUMENTS,
-        when=lambda c: c.ddp("check_for_nan_in_grad") and "full_iteration" in c.run.cuda_graphs.parts),
+        when=lambda c: c.ddp("check_for_nan_in_grad") and c.run.cuda_graphs.whole_step),
     row("experts-in-fp8-need-newer-engine", "FP8 experts with Transformer Engine {c.run.versions.transformer_engine}",
         "1.7 or later, with grouped GEMM 1.11",
         "upgrade Transformer Engine",
