@@ -37,11 +37,10 @@ def printable(text: str) -> str:
     return text.translate(_UNPRINTABLE)
 
 
-def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, whole: Sequence[bool] = ()) -> bool:
+def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, whole: Sequence[bool]) -> bool:
     """Whether the columns, two blanks apart, would be too narrow to read; whole: columns that are never wrapped."""
     longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    unbroken = whole or [False] * len(columns)
-    least = sum(long if kept else min(long, READABLE) for long, kept in zip(longest, unbroken, strict=True))
+    least = sum(long if kept else min(long, READABLE) for long, kept in zip(longest, whole, strict=True))
     return least + 2 * len(columns) > width
 
 
@@ -78,7 +77,7 @@ def wrapped(text: str, width: int, *, indent: str = "") -> list[str]:
     """`text` in lines of at most `width` characters; what is copied can be pasted: a path stays in one piece, and of a command or of settings that take more than a
     line each but the last ends in the backslash that a shell continues."""
     lines = textwrap.wrap(
-        welded(text),
+        _COPIED.sub(lambda found: found[0].replace(" ", _WELD), text),
         max(width, len(indent) + READABLE),
         initial_indent=indent,
         subsequent_indent=indent and f"{indent}  ",
@@ -101,8 +100,3 @@ def _continued(line: str, width: int) -> list[str]:
         fits = len(grown) + 2 * (i + 1 < len(rest)) <= width or out[-1].count("'") % 2
         out[-1:] = [grown] if not i or fits else [f"{out[-1]} \\", f"{inner}{word}"]
     return out
-
-
-def welded(text: str) -> str:
-    """`text` with the blanks inside of a command, and between settings, replaced by a character that is no line break."""
-    return _COPIED.sub(lambda found: found[0].replace(" ", _WELD), text)
