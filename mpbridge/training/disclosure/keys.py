@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused, cut
-from mpbridge.common.files import bytes_of, why
+from mpbridge.common.files import bytes_of, text_of, why
 from mpbridge.common.shipped import install
 from mpbridge.training.checkpoint.store import write_whole
 
@@ -125,7 +125,7 @@ def sign_folder(folder: Path, signer: Signer, name: str) -> None:
     config = library.signing.Config().set_hashing_config(hashing).use_elliptic_key_signer(private_key=signer.path)
     with TemporaryDirectory() as aside:
         config.sign(folder, Path(aside) / name)
-        write_whole(folder / name, (Path(aside) / name).read_text(encoding="utf-8"))
+        write_whole(folder / name, text_of(Path(aside) / name, kind="json"))
 
 
 def check_folder(folder: Path, signer: Signer, name: str) -> list[str]:
