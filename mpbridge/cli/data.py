@@ -67,9 +67,7 @@ def _refuse_bad(args: argparse.Namespace) -> None:
     if faults:
         raise Contradiction(faults, subject="the output cannot be written")
     if args.out:  # a folder's mode does not tell for /proc or a full disk
-        place = args.out.expanduser().absolute().parent
-        while not place.exists():
-            place = place.parent
+        place = next(one for one in args.out.expanduser().absolute().parents if one.exists())
         try:
             tempfile.TemporaryFile(dir=place).close()
         except OSError as error:

@@ -155,8 +155,8 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
     log_dir = (config.get("logger") or {}).get("log_dir") or "run"
     run = f"train --config config.yaml{settings}"
     several = f"torchrun --nproc-per-node {max(2, processes)} -m mpbridge {run}"
-    if processes > 8:
-        several = f"mpbridge launch --nodes {-(-processes // 8)} --gpus-per-node 8 -- {run}"
+    if processes > NODE:
+        several = f"mpbridge launch --nodes {-(-processes // NODE)} --gpus-per-node {NODE} -- {run}"
     check = f"mpbridge check --config config.yaml --target {target} --world-size {processes}{settings}"
     commands = [
         (f"mpbridge plan --config config.yaml{settings}", "which fields the recipe writes"),

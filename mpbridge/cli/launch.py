@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.options import arg, resolved, too_small, whole
-from mpbridge.cli.text import complain, print_line, print_whole
+from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
 from mpbridge.common.machines import machine
+from mpbridge.common.report.console import warn
 from mpbridge.common.shipped import VERSION
 from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.rules.base import Violation
@@ -111,7 +112,7 @@ def _resumable(words: list[str], args: argparse.Namespace) -> list[str]:
     )
     _refuse_broken(made, gpus=not args.cpu)
     for note in (*admission.notes, *admission.trackers):
-        complain(f"note: {note}")
+        warn(f"note: {note}")
     return words if made.checkpoint["load"] else [*words, f"checkpoint.load={made.checkpoint['save']}"]
 
 

@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped before its 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpbridge.cli.options import add_arguments, too_small
-from mpbridge.cli.text import columns_here, complain, print_line
+from mpbridge.cli.text import columns_here, print_line
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
 from mpbridge.common.files import NO_ROOM
 from mpbridge.common.prose import hanging, prose
+from mpbridge.common.report.console import silence, warn
 from mpbridge.common.shipped import VERSION, install
 from mpbridge.common.upstream import without_chatter
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # `mpbridge list | head`: the reader closed the pipe; nothing may be written at exit either. The answer is unknown, so the exit code
         # is that of a program ended by SIGPIPE (128 + SIGPIPE), never success
-        _stop_printing()
+        silence()
         code = 141
     except OSError as error:
         if arguments[:1] == ["on-cpu"] and "torch" in sys.modules:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # errors while writing: a full disk, a file in place of a folder
         code = Refused.exit_code if _without_room(error) else BadValue.exit_code
         _complain(BadValue(f"{error.filename or 'standard output'}: {error.strerror or error}"), as_json, code)
-        _stop_printing()
+        silence()
     except KeyboardInterrupt as stop:
         _complain(Interrupted(str(stop) or "interrupted"), as_json)
         code = Interrupted.exit_code
@@ -119,14 +119,8 @@ def _flushed(code: int) -> int:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _stop_printing()
+        silence()
     return code
-
-
-def _stop_printing() -> None:
-    """Drops buffered output, which the interpreter would otherwise try to write, and complain about, at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def verbs() -> tuple[str, ...]:
@@ -164,7 +158,7 @@ def _dispatch(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb in ALIASES:
         now, *given = ALIASES[verb]
-        complain(f"mpbridge {verb} is now mpbridge {now}")
+        warn(f"mpbridge {verb} is now mpbridge {now}")
         verb, rest = now, [*given, *rest]
     if verb not in known:
         raise UnknownName("command", verb, known)
@@ -288,5 +282,4 @@ def _complain(error: MpbridgeError, as_json: bool, code: int | None = None) -> N
         text = json.dumps(data | ({"rank": rank} if rank != "0" else {}))
     elif rank != "0":  # all processes of a job fail in the same way: rank 0 prints the full error, the others a line
         text = f"rank {rank}: {text.splitlines()[0] if text else ''}"
-    with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still matters
-        complain(text)
+    warn(text)

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from mpbridge.cli.options import arg, whole
-from mpbridge.cli.text import columns_here, complain, print_line, print_whole
+from mpbridge.cli.text import columns_here, print_line, print_whole
 from mpbridge.common.errors import Refused
 from mpbridge.common.pages.document import writable
+from mpbridge.common.report.console import warn
 from mpbridge.common.report.curves import CURVES, Curves, drawable, picture, read_curves, terminal
 
 COLUMNS, AXIS = 72, 12
@@ -54,7 +55,7 @@ def _read(runs: list[Path]) -> list[Curves]:
             curves.name = str(path)
     for curves in found:
         for fault in curves.faults:
-            complain(f"{curves.name}: {fault}")
+            warn(f"{curves.name}: {fault}")
     return found
 
 

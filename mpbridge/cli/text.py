@@ -90,12 +90,6 @@ def print_whole(text: str) -> None:
     print(printable(text))
 
 
-def complain(text: str) -> None:
-    """Prints a line on stderr, never wrapped: one line per fault, as searches and programs expect."""
-    if sys.stderr is not None:  # closed: print would write to stdout
-        print(printable(text), file=sys.stderr, flush=True)
-
-
 def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, title: str = "") -> None:
     """Prints rows under their headings. Lines keep to the width if it is known (a terminal, COLUMNS)."""
     show_table(table(title, columns, rows, whole=[name for name in columns[:-1] if isinstance(name, str)]))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.options import RUN_HERE, arg, resolved
-from mpbridge.cli.text import complain
 from mpbridge.common.errors import BadValue, Conflict
 from mpbridge.common.probe import this_machine
+from mpbridge.common.report.console import warn
 from mpbridge.planning.rules.table import require_here
 from mpbridge.settings.container import Run
 from mpbridge.settings.training import train_iters
@@ -69,7 +69,7 @@ def _train(args: argparse.Namespace, made: Run) -> int:
     if done.stopped is not None and done.iterations < train_iters(made.train):
         return STOPPED
     if done.iterations and not done.applied:
-        complain(f"0 of {done.iterations} steps were applied: nothing was trained")
+        warn(f"0 of {done.iterations} steps were applied: nothing was trained")
         return 1
     return 0
 

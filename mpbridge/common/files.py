@@ -46,7 +46,6 @@ LIMITS: Mapping[str, Limit] = {
     "launch script": Limit(400_000, 1_000_000),  # the steps are characters of expanded values: a real one has thousands
 }
 """Kind of file -> its limits: of every reader of what somebody else may have written."""
-LARGEST_JSON = LIMITS["json"].size
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
@@ -232,16 +231,16 @@ def shipped(name: str) -> Any:
     return json.loads(Path(__file__).parents[1].joinpath(name).read_text(encoding="utf-8"))
 
 
-def read_json(file: Path, *, largest: int = LARGEST_JSON) -> Any:
+def read_json(file: Path) -> Any:
     """The JSON value in `file`. Raises CheckpointError naming the file for anything else: damage, excessive nesting, NaN, another kind of file."""
     with opened(file) as stream:
-        text = stream.read(largest + 1)
-    return parsed(text, str(file), largest=largest)
+        text = stream.read(LIMITS["json"].size + 1)
+    return parsed(text, str(file))
 
 
-def parsed(text: bytes, name: str, *, largest: int = LARGEST_JSON) -> Any:
+def parsed(text: bytes, name: str) -> Any:
     """The JSON value in `text`. Raises CheckpointError, which mentions `name`."""
-    if len(text) > largest:
+    if len(text) > (largest := LIMITS["json"].size):
         raise CheckpointError(f"{name} cannot be read: larger than {largest} bytes")
     try:
         return json.loads(text.decode("utf-8"), parse_constant=_no_constant)

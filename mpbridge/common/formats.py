@@ -119,7 +119,6 @@ class NumberFormat:
     bias: int
     largest: float
     smallest: float
-    infinity: bool
     signed: bool = True
 
     @property
@@ -128,10 +127,8 @@ class NumberFormat:
         return self.signed + self.exponent + self.mantissa
 
 
-E4M3 = NumberFormat(name="e4m3", exponent=4, mantissa=3, bias=7, largest=448.0, smallest=2.0**-9, infinity=False)
-E5M2 = NumberFormat(name="e5m2", exponent=5, mantissa=2, bias=15, largest=57344.0, smallest=2.0**-16, infinity=True)
-E2M1 = NumberFormat(name="e2m1", exponent=2, mantissa=1, bias=1, largest=6.0, smallest=0.5, infinity=False)
-E8M0 = NumberFormat(
-    name="e8m0", exponent=8, mantissa=0, bias=127, largest=2.0**127, smallest=2.0**-127, infinity=False, signed=False
-)
+E4M3 = NumberFormat(name="e4m3", exponent=4, mantissa=3, bias=7, largest=448.0, smallest=2.0**-9)
+E5M2 = NumberFormat(name="e5m2", exponent=5, mantissa=2, bias=15, largest=57344.0, smallest=2.0**-16)
+E2M1 = NumberFormat(name="e2m1", exponent=2, mantissa=1, bias=1, largest=6.0, smallest=0.5)
+E8M0 = NumberFormat(name="e8m0", exponent=8, mantissa=0, bias=127, largest=2.0**127, smallest=2.0**-127, signed=False)
 FORMATS: Mapping[str, NumberFormat] = MappingProxyType({f.name: f for f in (E4M3, E5M2, E2M1, E8M0)})

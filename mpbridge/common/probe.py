@@ -55,9 +55,10 @@ def this_machine() -> Machine:
 @functools.cache
 def _installed() -> Versions:
     cuda = _torch_cuda()
+    cublas = cuda and (version(f"nvidia-cublas-cu{release(cuda)[0]}") or version("nvidia-cublas"))
     return Versions(
         torch=version("torch"), megatron_core=_megatron_core(), transformer_engine=_transformer_engine(),
-        torchao=version("torchao"), cuda=cuda, cublaslt=_cublas(cuda), python=sys.version.split()[0],
+        torchao=version("torchao"), cuda=cuda, cublaslt=cublas, python=sys.version.split()[0],
     )  # fmt: skip
 
 
@@ -147,20 +148,26 @@ def _nvidia_smi(*arguments: str) -> str:
 
 def _megatron_core() -> str | None:
     """The version of megatron-core that an import would find: a source tree on the path has no metadata, and shadows the installed package."""
+    text = _source("megatron", "core/package_info.py")
+    if text is None:
+        return None
+    numbers = [re.search(rf"^{part}\s*=\s*(\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH")]
+    if not all(numbers):
+        return version("megatron-core")
+    ahead = re.search(r"^PRE_RELEASE\s*=\s*['\"](\w*)['\"]", text, re.MULTILINE)
+    return ".".join(found[1] for found in numbers if found) + (ahead[1] if ahead else "")
+
+
+def _source(package: str, name: str) -> str | None:
+    """The text of a file of a package that an import would find, '' if there is none; None: what stands in the package's place is no package."""
     try:
-        spec = importlib.util.find_spec("megatron")
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return None
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        try:
-            text = (Path(folder) / "core" / "package_info.py").read_text(encoding="utf-8")
-        except OSError:
-            continue
-        numbers = [re.search(rf"^{part}\s*=\s*(\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH")]
-        if all(numbers):
-            ahead = re.search(r"^PRE_RELEASE\s*=\s*['\"](\w*)['\"]", text, re.MULTILINE)
-            return ".".join(found[1] for found in numbers if found) + (ahead[1] if ahead else "")
-    return version("megatron-core")
+        with suppress(OSError):
+            return (Path(folder) / name).read_text(encoding="utf-8")
+    return ""
 
 
 def _transformer_engine() -> str | None:
@@ -179,25 +186,8 @@ def _transformer_engine() -> str | None:
 
 def _torch_cuda() -> str | None:
     """The CUDA version that torch was built with; None for a CPU build."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        return None
-    if spec is None or not spec.origin:
-        return None
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return found.group(1) if found else None
-
-
-def _cublas(cuda: str | None) -> str | None:
-    if cuda is None:
-        return None
-    major = release(cuda)[0]
-    return version(f"nvidia-cublas-cu{major}") or version("nvidia-cublas")
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", _source("torch", "version.py") or "", re.MULTILINE)
+    return found[1] if found else None
 
 
 def _host_memory() -> int:

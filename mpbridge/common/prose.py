@@ -10,11 +10,19 @@ READABLE = 16
 """Width in characters below which a text column breaks words."""
 _WELD = "\ue000"
 """Stands for a blank that must not become a line break: a private-use character, which no text contains."""
-_LEAST = {"mpbridge": 2, "pip": 3, "torchrun": 1}
-"""First word of a command -> words that always belong to it."""
-_ARGUMENT = re.compile(r"-\S+|.*[^\w'-].*|[A-Z][A-Z_]*")
-"""A command's argument: an option, a word with punctuation in it (a path, key=value), a placeholder in capitals."""
-_SETTING = re.compile(r"'?[a-z_]+(\.\w+)+=\S*[^\s,;.]")
+_GOES_ON = r"(?<![,;:)`])(?<!\w\.) (?!\()"
+"""A blank in a clause."""
+_ARGUMENT = (
+    rf"(?:--[^\s=]+{_GOES_ON}(?!--)\S+|-\S+|\.\.\.|[A-Z][A-Z_]*(?=[\s,;:.)`]|$)|\S*[^\w\s,;:.)`'-]\S*|\S*[,:.)]\w\S*)"
+)
+"""An option, with its value if that is a word of its own, a placeholder in capitals, or a word with punctuation inside (a path, key=value)."""
+_SETTING = r"'?[a-z_]+(?:\.\w+)+=\S+"
+_COPIED = re.compile(
+    # a command: the words that begin it, and arguments, at most one plain word before each
+    rf"(?<!\S)(?:[(`'\"]*(?:mpbridge [^\s(]+|pip [^\s(]+ [^\s(]+|torchrun)(?:{_GOES_ON}(?:\w[\w'-]*{_GOES_ON})?{_ARGUMENT})*"
+    rf"|{_SETTING}(?:{_GOES_ON}{_SETTING})+)"
+)
+"""A command, or several settings, in prose: what is pasted as a whole."""
 
 _UNPRINTABLE = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
@@ -29,11 +37,10 @@ def printable(text: str) -> str:
     return text.translate(_UNPRINTABLE)
 
 
-def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, whole: Sequence[bool] = ()) -> bool:
+def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, whole: Sequence[bool]) -> bool:
     """Whether the columns, two blanks apart, would be too narrow to read; whole: columns that are never wrapped."""
     longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    unbroken = whole or [False] * len(columns)
-    least = sum(long if kept else min(long, READABLE) for long, kept in zip(longest, unbroken, strict=True))
+    least = sum(long if kept else min(long, READABLE) for long, kept in zip(longest, whole, strict=True))
     return least + 2 * len(columns) > width
 
 
@@ -70,7 +77,7 @@ def wrapped(text: str, width: int, *, indent: str = "") -> list[str]:
     """`text` in lines of at most `width` characters; what is copied can be pasted: a path stays in one piece, and of a command or of settings that take more than a
     line each but the last ends in the backslash that a shell continues."""
     lines = textwrap.wrap(
-        welded(text),
+        _COPIED.sub(lambda found: found[0].replace(" ", _WELD), text),
         max(width, len(indent) + READABLE),
         initial_indent=indent,
         subsequent_indent=indent and f"{indent}  ",
@@ -93,40 +100,3 @@ def _continued(line: str, width: int) -> list[str]:
         fits = len(grown) + 2 * (i + 1 < len(rest)) <= width or out[-1].count("'") % 2
         out[-1:] = [grown] if not i or fits else [f"{out[-1]} \\", f"{inner}{word}"]
     return out
-
-
-def welded(text: str) -> str:
-    """`text` with the blanks inside of a command, and between settings, replaced by a character that is no line break."""
-    words = text.split(" ")
-    out, start = "", 0
-    while start < len(words):
-        end = start + max(_command(words[start:]), _settings(words[start:]), 1)
-        out += (" " if start else "") + _WELD.join(words[start:end])
-        start = end
-    return out
-
-
-def _settings(words: Sequence[str]) -> int:
-    """How many settings, key=value, the words begin with; the last one may end the clause."""
-    many = next((n for n, word in enumerate(words) if not _SETTING.fullmatch(word)), len(words))
-    return many + (0 < many < len(words) and bool(_SETTING.fullmatch(words[many].rstrip(",;.:)"))))
-
-
-def _command(words: Sequence[str]) -> int:
-    """How many words belong to the command that the first one begins; 0 if it begins none. It ends at punctuation, or where prose goes on."""
-    length = least = _LEAST.get(words[0].lstrip("(`'\""), 0)
-    plain = 0
-    for i in range(1, len(words) if least else 0):
-        if words[i].startswith("(") or _closes(words[i - 1]):
-            return min(length, i)
-        value = words[i - 1].startswith("--") and "=" not in words[i - 1]
-        if value or _ARGUMENT.fullmatch(words[i].rstrip(",;:.)`")) or words[i] == "...":
-            length, plain = max(length, i + 1), 0
-        elif i >= least and (plain := plain + 1) > 1:
-            break
-    return min(length, len(words))
-
-
-def _closes(word: str) -> bool:
-    """Whether a word ends a clause."""
-    return word.endswith((",", ";", ")", ":", "`")) or (word.endswith(".") and not word.endswith(".."))

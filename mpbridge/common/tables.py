@@ -222,9 +222,9 @@ def table(
     return Table(title, tuple(made), tuple(tuple(row) for row in rows), tuple(tones), note)
 
 
-def facts(title: str, values: Mapping[str, Any], *, note: str = "") -> Table:
+def facts(title: str, values: Mapping[str, Any]) -> Table:
     """Names and values, without those that are None or empty."""
-    return table(title, ("", ""), [item for item in values.items() if item[1] not in (None, "", (), [], {})], note=note)
+    return table(title, ("", ""), [item for item in values.items() if item[1] not in (None, "", (), [], {})])
 
 
 def fields(title: str, thing: Any) -> Table:

@@ -189,6 +189,16 @@ class BaseEngine(ABC):
             applied, norm = self._update()
             return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
 
+    def backward(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """See Engine."""
+        with self._stepping():
+            self._zero_grad()
+            return self._schedule(batches, microbatches, forward_only=False)
+
+    @abstractmethod
+    def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """See Engine."""
+
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
         """Mean loss in nats per token over the micro-batches and the data-parallel group; nothing that training continues from is changed."""
         with self._stepping(), torch.no_grad(), amaxes_kept(self.model):
@@ -251,6 +261,10 @@ class ShardedEngine(BaseEngine):
         with self._layer():
             own = shard_state.optimizer_state(self.optimizer, loading=loading)
             return {"model": shard_state.parameter_state(self.optimizer), "optimizer": own}
+
+    def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """See Engine."""
+        return list(self.optimizer.gradients())
 
     def _zero_grad(self) -> None:
         self.model[0].train()

@@ -60,6 +60,12 @@ class Engine(Protocol):
     def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
         """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
 
+    def backward(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """Forward and backward without an update; the mean loss, as `evaluate` has it. The gradients are then in `counted_gradients`."""
+
+    def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """(parameter, its current reduced gradient), each element on one rank of the job only: for a sharded gradient this rank's part."""
+
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
         """Mean loss in nats per token over the micro-batches and the data-parallel group; no weight is updated."""
 

@@ -74,14 +74,8 @@ class McoreEngine(BaseEngine):
     def _update(self) -> tuple[bool, float | None]:
         return update(self.optimizer)
 
-    def backward(self, batches: Iterator[Batch], *, microbatches: int) -> float:
-        """Forward and backward without an update; the mean loss. The gradients are then in `counted_gradients`."""
-        with self._layer():
-            self._zero_grad()
-            return self._schedule(batches, microbatches, forward_only=False)
-
     def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """(parameter, its current reduced gradient), each element on one rank of the job only: for a sharded gradient this rank's part, flat."""
+        """See Engine: of a sharded gradient this rank's part, flat."""
         return list(counted_gradients(self.optimizer, self.named_parameters()))
 
     def _zero_grad(self) -> None:

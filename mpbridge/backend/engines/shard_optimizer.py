@@ -209,20 +209,20 @@ class ShardOptimizer:
             if name in self.shards:
                 self.shards[name].grad = None
 
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        """Each shard's gradient, set on the shard itself; checks storage first, because FSDP2 may move a parameter when states are loaded."""
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter, its shard's gradient), set on the shard itself; checks storage first, because FSDP2 may move a parameter when states are loaded."""
         for name, shard in self.shards.items():
             parameter = self.names[name]
             if shard.data_ptr() != parameter._local_tensor.data_ptr():
                 shard.data = parameter._local_tensor
             shard.grad = None if parameter.grad is None else parameter.grad._local_tensor
             if shard.grad is not None:
-                yield shard.grad
+                yield name, shard.grad
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None]:
         """(applied, global gradient norm before clipping, unscaled; None when the step was skipped). Weights are never updated with non-finite gradients."""
-        grads = list(self._gradients())
+        grads = [gradient for _, gradient in self.gradients()]
         inverse = 1.0 / self.get_loss_scale()
         if inverse != 1.0:
             for grad in grads:

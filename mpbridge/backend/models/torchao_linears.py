@@ -130,6 +130,9 @@ class TorchaoLinears(Pausable):
     def step_begin(self) -> None:
         """Does nothing: weights are cast in every forward pass."""
 
+    def step_at(self, step: int) -> None:
+        """Does nothing: nothing is rounded at random."""
+
     evaluating = nullcontext
 
     def sharded_state(self, prefix: str = "") -> dict[str, Any]:

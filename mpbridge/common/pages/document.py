@@ -244,9 +244,7 @@ def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None
         why = "which outputs are not written through: remove it, or name its target"
         raise BadValue(f"{option} {path} is a symbolic link, {why}")
     if folder:
-        place = path
-        while not place.exists() and place != place.parent:
-            place = place.parent
+        place = next(one for one in (path, *path.parents) if one.exists())
         if not place.is_dir():
             raise BadValue(f"{option} {path}: {place} is a file, expected a folder, or a path where one can be created")
     else:
@@ -259,9 +257,9 @@ def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None
         raise BadValue(f"{option} {path}: {place} cannot be written")
 
 
-def write(path: Path, text: str, *, option: str = "--out") -> None:
+def write(path: Path, text: str) -> None:
     """Writes a page. Raises BadValue with the file's name if it cannot be written after all."""
     try:
         files.write(path, text)
     except OSError as error:
-        raise BadValue(f"{option} {path} cannot be written: {error.strerror or error}") from None
+        raise BadValue(f"--out {path} cannot be written: {error.strerror or error}") from None

@@ -67,9 +67,10 @@ def silence() -> None:
 
 
 def warn(text: str) -> None:
-    """Prints a line on stderr, if there is one."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(printable(text), file=sys.stderr, flush=True)
+    """Prints a line on stderr, if there is one; never wrapped: one line per fault, as searches and programs expect."""
+    if sys.stderr is not None:  # closed: print would write to stdout
+        with contextlib.suppress(OSError, ValueError):
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def console(*, speaks: bool = True) -> Console:

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from mpbridge.common.files import lines_of, opened_to_write
 from mpbridge.common.report.console import rank, warn
-from mpbridge.common.report.trackers import TrackedRun, names_of, numbers, opened
+from mpbridge.common.report.trackers import TrackedRun, TrackerThread, names_of, numbers
 
 EVENTS = "events.jsonl"
 """File in the run's folder: one JSON object for every event."""
@@ -31,7 +31,7 @@ class MetricsLog:
         names = names_of(section)
         self.path = folder / "metrics.jsonl" if folder else None
         self._file: IO[str] | None = None
-        self._trackers: list[Any] = []
+        self._trackers: list[TrackerThread] = []
         self.trouble: Callable[[str], None] = lambda text: None
         """Called with the reason when the file cannot be written."""
         if self.path is None or folder is None:
@@ -47,7 +47,8 @@ class MetricsLog:
         finally:
             beside.unlink(missing_ok=True)
         self._file = opened_to_write(self.path, append=True)
-        self._trackers = opened(names, TrackedRun(folder, section, recipe=recipe, after=after))
+        place = TrackedRun(folder, section, recipe=recipe, after=after)
+        self._trackers = [TrackerThread(name, place) for name in names]
 
     def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
         """Writes one line. 'iteration' is the trackers' step; board=False skips the trackers. Non-finite numbers become 'nan', 'inf', '-inf'.

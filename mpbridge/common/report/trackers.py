@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -198,14 +198,14 @@ def names_of(section: Mapping[str, Any]) -> list[str]:
 def absent(name: str) -> str:
     """Why a tracker cannot be imported here; '' if its package is installed. Does not import it."""
     extra = TRACKERS[name][1]
-    return f"is not installed ({install(extra)})" if extra and find_spec(extra) is None else ""
+    return f"is not installed ({install(extra)})" if find_spec(extra) is None else ""
 
 
 class TrackerThread:
     """A tracker in its own thread: it is imported, opened and written there, so that training never waits for it."""
 
-    def __init__(self, name: str, place: TrackedRun, *, say: Callable[[str], None] = warn, wait: float = WAIT) -> None:
-        self.name, self._place, self._say, self._wait = name, place, say, wait
+    def __init__(self, name: str, place: TrackedRun, *, wait: float = WAIT) -> None:
+        self.name, self._place, self._wait = name, place, wait
         self._lines: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
         self._gone = False
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
@@ -248,12 +248,7 @@ class TrackerThread:
     def _lose(self, why: str) -> None:
         if not self._gone:
             self._gone = True
-            self._say(f"tracker {self.name}: {why}; the run continues without it, metrics.jsonl has everything")
-
-
-def opened(names: Iterable[str], place: TrackedRun, *, say: Callable[[str], None] = warn) -> list[TrackerThread]:
-    """The trackers of a run, each in its own thread."""
-    return [TrackerThread(name, place, say=say) for name in names]
+            warn(f"tracker {self.name}: {why}; the run continues without it, metrics.jsonl has everything")
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -55,7 +55,7 @@ def _nearest(policy: PrecisionPolicy) -> Meaning:
         # autocast over parameters that are their own main weights needs torch's DDP: FSDP2 has none
         theirs = native.torch_meaning(policy, autocast=True)
         theirs = dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
-    scale = native.torch_scaler(policy.loss_scale, policy) if _mode(theirs) == "fp16" else None
+    scale = native.torch_scaler(policy) if _mode(theirs) == "fp16" else None
     return dataclasses.replace(theirs, loss_scale=scale)
 
 

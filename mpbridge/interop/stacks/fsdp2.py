@@ -21,7 +21,7 @@ def export(request: Request) -> Export:
     """Python to paste around a model called `model` with blocks `model.layers`."""
     policy = request.policy
     theirs = native.torch_meaning(
-        policy, fused_adam=True, autocast=policy.autocast is not None, hands_on=True, scaler=native.torch_scaler(policy.loss_scale, policy),
+        policy, fused_adam=True, autocast=policy.autocast is not None, hands_on=True, scaler=native.torch_scaler(policy),
         regions=native.regions_there(policy, _QUANTS, edges=True),
     )  # fmt: skip
     momentum = request.updates.get("sgd_momentum", 0.0)

@@ -68,8 +68,9 @@ def regions_there(policy: PrecisionPolicy, words: Mapping[str, Quant], *, edges:
     return (*ends, Region(quant=quant))
 
 
-def torch_scaler(scale: LossScale | None, policy: PrecisionPolicy) -> LossScale | None:
+def torch_scaler(policy: PrecisionPolicy) -> LossScale | None:
     """A policy's loss scale as far as torch's GradScaler supports it: initial scale and window, no hysteresis, no minimum."""
+    scale = policy.loss_scale
     if scale is None or policy.compute is not DType.FP16:
         return None
     start = scale.static if scale.static is not None else scale.initial

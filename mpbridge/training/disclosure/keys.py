@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused, cut
-from mpbridge.common.files import bytes_of, why
+from mpbridge.common.files import bytes_of, text_of, why
 from mpbridge.common.shipped import install
+from mpbridge.training.checkpoint.store import write_whole
 
 MAKE = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out key.pem && openssl pkey -in key.pem -pubout -out key.pub"
 """How to make a key that both formats accept."""
@@ -116,18 +118,23 @@ def refuse_link(file: Path) -> None:
 
 
 def sign_folder(folder: Path, signer: Signer, name: str) -> None:
-    """Writes OpenSSF model signing's bundle `name` of all other files in `folder` into it."""
+    """Writes OpenSSF model signing's bundle `name` of all other files in `folder` into it, whole or not at all."""
     refuse_link(folder / name)
     library, folder = model_signing_for(signer), folder.resolve()  # it ignores files of absolute paths only
     hashing = library.hashing.Config().set_ignored_paths(paths=[folder / name])
     config = library.signing.Config().set_hashing_config(hashing).use_elliptic_key_signer(private_key=signer.path)
-    config.sign(folder, folder / name)
+    with TemporaryDirectory() as aside:
+        config.sign(folder, Path(aside) / name)
+        write_whole(folder / name, text_of(Path(aside) / name, kind="json"))
 
 
 def check_folder(folder: Path, signer: Signer, name: str) -> list[str]:
     """What is wrong with the folder according to its bundle, as lines; [] if nothing is."""
     if not (folder / name).is_file() or (folder / name).is_symlink():
-        return [f"{name} is missing: the record says that the folder was published with it"]
+        told = (
+            "the record says that the folder was published with it, so it was removed, or its signing was interrupted"
+        )
+        return [f"{name} is missing: {told}: sign it again (mpbridge disclose {folder} --sign KEY --publish)"]
     try:
         library = model_signing_for(signer)
         checker = library.verifying.Config().use_elliptic_key_verifier(public_key=signer.path)

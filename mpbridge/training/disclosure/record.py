@@ -67,6 +67,9 @@ def sign_checkpoint(
         signer.envelope({"_type": STATEMENT, "subject": subjects, "predicateType": kind, "predicate": body}, PAYLOAD)
         for kind, body in bodies.items()
     ]
+    if publish:
+        # it covers the record that is replaced: if this ends between the two, a bundle is missing, and none is there that does not fit
+        (folder / MODEL_SIGNATURE).unlink(missing_ok=True)
     write_whole(folder / RECORD, "".join(f"{line}\n" for line in lines))
     if publish:
         sign_folder(folder, signer, MODEL_SIGNATURE)

@@ -72,8 +72,8 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
         return heading
     at = len(made.blocks)
     heat = _heat(made, recipe)
-    ranges = _ranges(made, recipe)
-    amax = _amaxes(made, recipe)
+    _ranges(made, recipe)
+    _amaxes(made, recipe)
     rows = [operand(row) for row in recipe.tensors]
     order = sorted(range(len(rows)), key=lambda i: _error(recipe.tensors[i]))
     made.table("The worst operands, relative to their format's own error", OPERANDS, [*map(operand, recipe.worst)])
@@ -83,7 +83,7 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
         made.table("Products of every linear, against high precision's", PRODUCTS, products)
     made.table("all operands", OPERANDS, rows, order=order, folded=True)
     body, made.blocks[at:] = made.blocks[at:], []
-    made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
+    made.verdicts("", [{"text": reason, "href": heat} for reason in reasons])
     made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept in high precision", dim=True)
     made.blocks += body
     if recipe.notes:
@@ -95,12 +95,6 @@ def _error(row: TensorSummary) -> float:
     return -(row["row_error"] or 0.0)
 
 
-def _plot_of(reason: str, heat: str, ranges: str, amax: str) -> str:
-    if "scale is off" in reason:
-        return amax or ranges
-    return ranges if "saturate" in reason or "become zero" in reason else heat
-
-
 def _heat(made: Page, recipe: Rehearsed) -> str:
     values = {place(row): row["row_error"] or 0.0 for row in recipe.tensors}
     layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
@@ -108,16 +102,15 @@ def _heat(made: Page, recipe: Rehearsed) -> str:
     return made.heat("Median row error by layer", layers, list(dict.fromkeys(kind for _, kind in values)), values, low=0.01, high=1.0)  # fmt: skip
 
 
-def _ranges(made: Page, recipe: Rehearsed) -> str:
+def _ranges(made: Page, recipe: Rehearsed) -> None:
     """One chart for each side: where the rows' amaxes lie in the format's range."""
-    first = ""
     for side, word in SIDES.items():
         rows = [row for row in recipe.tensors if row["side"] == side]
         if not rows:
             continue
         counts = [sum(column) for column in zip(*(row["ranges"] for row in rows), strict=True)]
         number = FORMATS[rows[0]["format"]]
-        found = made.chart(
+        made.chart(
             f"{word} in the range of {number.name}",
             [("rows", [(LOW + i, float(count)) for i, count in enumerate(counts)], "")],
             x="log2 of a row's amax after scaling",
@@ -125,13 +118,10 @@ def _ranges(made: Page, recipe: Rehearsed) -> str:
             bars=True,
             marks=[(math.log2(number.smallest), f"smallest {number.smallest:g}"), (math.log2(number.largest), f"largest {number.largest:g}")],
         )  # fmt: skip
-        first = first or found
-    return first
 
 
-def _amaxes(made: Page, recipe: Rehearsed) -> str:
+def _amaxes(made: Page, recipe: Rehearsed) -> None:
     rows = (one for one in sorted(recipe.tensors, key=_error) if len(one["amax"]) > 1 and one["copy"] == "row")
     series = [(row["tensor"], [(step, amax) for step, amax in row["amax"]], place(row)[0]) for row in rows]
-    if not series:
-        return ""
-    return made.chart("amax of every operand", series, y="amax", log=True, order="largest errors first")
+    if series:
+        made.chart("amax of every operand", series, y="amax", log=True, order="largest errors first")

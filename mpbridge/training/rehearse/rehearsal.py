@@ -180,19 +180,23 @@ BATCHES = 4
 SIDES: Mapping[Gemm, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 
-def measure(training: Training) -> RecipeMeasurement | None:
-    """The figures of an emulated run in its current state; None on an engine that does not expose its gradients (FSDP). Every rank calls it.
+def measure(training: Training) -> RecipeMeasurement:
+    """The figures of an emulated run in its current state. Every rank calls it.
 
     Weights do not change; scales of delayed scaling continue from their current state.
     """
-    engine = training.engine
-    if not hasattr(engine, "counted_gradients"):
-        return None
-    emulation: Any = getattr(engine, "emulation", None)
     rank, ranks = data_parallel()
     batches = microbatches(training.run.train, ranks)
-    subject = EngineSubject(engine, training.feed, microbatches=batches, rank=rank, ranks=ranks)
-    gradient = prove(subject, {"own": emulation.policy}, BATCHES, split="train")["own"]
+    subject = EngineSubject(training.engine, training.feed, microbatches=batches, rank=rank, ranks=ranks)
+    gradient = prove(subject, {"own": subject.emulation.policy}, BATCHES, split="train")["own"]
+    # torchao's linears tell nobody of their products
+    products = _products(subject) if isinstance(subject.emulation, Emulation) else []
+    return RecipeMeasurement(gradient=gradient, products=products)
+
+
+def _products(subject: EngineSubject) -> list[ProductErrors]:
+    """The errors of every linear's three products over a batch, worst first."""
+    emulation = subject.emulation
     quants: dict[str, Quant] = {quant.scaling: quant for quant in emulation.policy.quants if not quant.row.history}
     scorer = Scorer(quants, emulation)
     if quants:
@@ -206,7 +210,7 @@ def measure(training: Training) -> RecipeMeasurement | None:
             errors = {gemm: sums.relative(gemm) for gemm in GEMMS}
             excess = max(error / _own(quants[scaling], gemm) for gemm, error in errors.items())
             found.append(ProductErrors(linear=slot, errors=errors, excess=excess))
-    return RecipeMeasurement(gradient=gradient, products=sorted(found, key=lambda one: -one.excess))
+    return sorted(found, key=lambda one: -one.excess)
 
 
 def _own(quant: Quant, gemm: Gemm) -> float:

@@ -50,7 +50,7 @@ class RecipeMeasurement:
 
     gradient: GradientError
     products: list[ProductErrors] = field(default_factory=list)
-    """Worst first; empty under delayed scaling, whose scales depend on earlier batches."""
+    """Worst first; empty under delayed scaling, whose scales depend on earlier batches, and with torchao's own linears."""
 
     def verdict(self) -> tuple[Literal["sound", "look closer", "damage"], list[str]]:
         """A verdict, and the reasons for it."""
@@ -87,8 +87,8 @@ TensorSummary = Mapping[str, Any]
 """A tensor's summary: what mpbridge.numerics's Track.summary returns."""
 
 NO_RANKING = (
-    "The verdicts are about the effect of rounding on gradients and products (on operands, where an engine does not expose its gradients). They do not "
-    "rank recipes: over a rehearsal of this length the loss curves of all recipes lie within noise of each other."
+    "The verdicts are about the effect of rounding on gradients and products. They do not rank recipes: over a rehearsal of this length the loss curves of "
+    "all recipes lie within noise of each other."
 )
 
 
@@ -123,27 +123,6 @@ OVERVIEW = [
 ]
 
 
-LIMITS: Mapping[int, Mapping[str, tuple[float, float]]] = {
-    8: {"row_error": (2.0, 0.25), "flushed": (0.05, 0.25), "saturated": (0.001, 0.01)},
-    # a Gaussian tensor in NVFP4 flushes 7 to 10 % and clips 3 %: the block scale is rounded to E4M3 and may come out low
-    4: {"row_error": (2.0, 0.5), "flushed": (0.2, 0.5), "saturated": (0.06, 0.15)},
-}
-"""Bits of an element -> limits above which a tensor is worth a look, and above which it is damaged; the first of 'row_error' is a multiple of OWN_ERROR."""
-STALE = (1.0, 4.0)
-"""Powers of two by which a delayed scale may be too large, which saturates, and too small, which wastes range. More is worth a look, but no damage by itself: its effect
-shows as saturation, flushing or error."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Complaint:
-    """What is wrong with one tensor."""
-
-    tensor: str
-    copy: str
-    what: str
-    severe: bool
-
-
 @dataclass(slots=True, kw_only=True)
 class Rehearsed:
     """One recipe's part of a rehearsal."""
@@ -164,7 +143,7 @@ class Rehearsed:
     interrupted: str | None = None
     """The signal and the step after which it ended; its tensors are those of a part, which has no verdict."""
     measured: RecipeMeasurement | None = None
-    """Gradients and products against high precision's; None on an engine that does not expose its gradients: the verdict is then about operands."""
+    """Gradients and products against high precision's; None if nothing is quantized, or it did not get that far."""
 
     @property
     def worst(self) -> list[TensorSummary]:
@@ -180,16 +159,15 @@ class Rehearsed:
         broken = next((i for i, loss in enumerate(self.losses, start=1) if not math.isfinite(loss)), None)
         if broken is not None:
             return "failed", [f"the loss of step {broken} is not finite"]
-        if not self.tensors:
+        if self.measured is None or not self.quantized:
             return "high precision", ["no GEMM is quantized"]
-        found = sorted((c for row in self.tensors for c in complaints(row)), key=lambda c: not c.severe)
-        if self.measured is not None:
-            broken_operands = [c for c in found if "infinities or NaN" in c.what]
-            word, reasons = self.measured.verdict()
-            return ("damage" if broken_operands else word), [*_reasons(broken_operands, len(self.tensors)), *reasons]
-        if not found:
-            return "sound", [f"each of the {len(self.tensors)} operands stays within its format's own error"]
-        return ("damage" if found[0].severe else "look closer"), _reasons(found, len(self.tensors))
+        word, reasons = self.measured.verdict()
+        odd = [row for row in self.tensors if row["nonfinite"]]
+        if not odd:
+            return word, reasons
+        count = f"{len(odd)} of {len(self.tensors)} operands have infinities or NaN"
+        named = [f"{row['tensor']} ({row['copy']}): {row['nonfinite']} infinities or NaN" for row in odd[:4]]
+        return "damage", [count, *named, *reasons]
 
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""
@@ -231,40 +209,6 @@ class Rehearsal:
     def write(self, path: Path) -> None:
         """Writes JSON; numbers that JSON cannot represent become null."""
         write(path, json.dumps(_finite(self.as_data()), indent=1) + "\n")
-
-
-def complaints(row: TensorSummary) -> list[Complaint]:
-    """What is wrong with one tensor, one sentence each, with the number and the limit."""
-    limits = LIMITS[4 if row["format"] == "e2m1" else 8]
-    own = OWN_ERROR.get((row["format"], row["side"]), 0.0265)
-    error = row["row_error"] or 0.0
-    first, second = own * limits["row_error"][0], limits["row_error"][1]
-    checks: list[tuple[float, float, float, str]] = [
-        (error, first, second, f"its median row is off by {error:.0%} of its norm (its format's own error: {own:.1%})"),
-        (row["flushed"], *limits["flushed"], f"{row['flushed']:.1%} of its nonzero elements become zero"),
-        (row["saturated"], *limits["saturated"], f"{row['saturated']:.2%} of its elements saturate"),
-    ]
-    if row["staleness"] is not None:
-        stale = row["staleness"]
-        limit, effect = (STALE[0], "elements saturate") if stale < 0 else (STALE[1], "range is wasted")
-        checks.append((abs(stale), limit, math.inf, f"its delayed scale is off by 2**{stale:+.1f}: {effect}"))
-    checks.append((row["nonfinite"], 0, 0, f"{row['nonfinite']} infinities or NaN"))
-    return [
-        Complaint(tensor=row["tensor"], copy=row["copy"], what=text, severe=value > most)
-        for value, some, most, text in checks
-        if value > some
-    ]
-
-
-def _reasons(found: list[Complaint], operands: int) -> list[str]:
-    reasons = []
-    for severe, word in ((True, "damaged"), (False, "worth a look")):
-        some = [c for c in found if c.severe is severe]
-        names = list(dict.fromkeys(f"{c.tensor} ({c.copy})" for c in some))
-        if names:
-            reasons.append(f"{len(names)} of {operands} operands {word}")
-            reasons += [f"{c.tensor} ({c.copy}): {c.what}" for c in some[: 4 if severe else 2]]
-    return reasons
 
 
 def _excess(row: TensorSummary) -> float:

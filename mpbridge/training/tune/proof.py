@@ -60,7 +60,7 @@ def same_parallel_draws() -> Iterator[None]:
 
 
 class EngineSubject:
-    """A run's model on the megatron-core engine; a batch is a global batch of the run."""
+    """A run's model on its engine; a batch is a global batch of the run."""
 
     def __init__(self, engine: Any, feed: Feed, *, microbatches: int, rank: int, ranks: int) -> None:
         self.engine, self.emulation, self.feed = engine, engine.emulation, feed

@@ -115,8 +115,13 @@ class EngineContract:
         before, batch, batches = weights(engine), next(tiny.batches()), tiny.batches()
         held = engine.evaluate(itertools.repeat(batch), microbatches=3)
         assert all(torch.equal(value, before[name]) for name, value in weights(engine).items()), "nothing is updated"
+        alone = engine.backward(itertools.repeat(batch), microbatches=3)
+        gradients = dict(engine.counted_gradients())
+        norm = torch.stack([one.float().norm() for one in gradients.values()]).norm().item()
         results = [engine.train_step(itertools.repeat(batch), microbatches=3)]
-        assert results[0].loss == pytest.approx(held, rel=1e-6)
+        assert (results[0].loss, alone) == (pytest.approx(held, rel=1e-6), pytest.approx(held, rel=1e-6))
+        assert results[0].grad_norm == pytest.approx(norm / results[0].loss_scale, rel=1e-4)
+        assert gradients.keys() == before.keys()
         results += [engine.train_step(batches, microbatches=4) for _ in range(7)]
         assert all(result.applied and result.grad_norm and result.grad_norm > 0 for result in results)
         assert results[-1].loss < results[0].loss - 0.5

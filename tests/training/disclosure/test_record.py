@@ -12,6 +12,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.training.checkpoint import store
+from mpbridge.training.disclosure import record
 from tests.training.survival import LLAMA, go, run
 
 pytest.importorskip("securesystemslib", reason="needs the extra disclose")
@@ -90,6 +91,30 @@ def signed(made, statement, key="key"):
     envelope = Envelope(json.dumps(statement).encode(), "application/vnd.in-toto+json", {})
     envelope.sign(signer)
     return envelope.to_dict()
+
+
+@pytest.mark.parametrize("at", ["write_whole", "sign_folder"])
+def test_a_signing_that_is_killed_leaves_a_missing_signature_and_none_that_does_not_fit(
+    at, made, copy, capsys, monkeypatch
+):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    again = ["disclose", str(copy), "--run", str(made / "run"), "--sign", str(made / "key.pem"), "--publish"]
+    with monkeypatch.context() as patch:
+        patch.setattr(record, at, kill)
+        with pytest.raises(Killed):
+            main(again)
+    code, said = verify(copy, made, capsys)
+    assert code == 1
+    assert f"{SIGNATURE} is missing" in said
+    assert "its signing was interrupted" in said
+    assert "mismatch" not in said.lower()
+    assert main(again) == 0
+    assert verify(copy, made, capsys)[0] == 0
 
 
 def test_an_untouched_checkpoint_verifies_without_network(made, copy, unsigned, capsys, monkeypatch):

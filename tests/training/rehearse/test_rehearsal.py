@@ -130,6 +130,27 @@ def test_a_rehearsal_that_a_signal_ends_is_interrupted_and_judges_no_part(
     assert "sound" not in said.out
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron_fsdp"])
+def test_gradients_decide_on_every_engine(engine: str, tmp_path: Path, corpus: list[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"extends: {CURRENT}\nfp8_param_gather: false\n")
+    rest = ["--steps", "1", "--out", str(tmp_path / "out"), *TINY, *corpus, f"engine={engine}"]
+    assert main(["rehearse", "--recipes", str(recipe), *rest]) == 0
+    (found,) = json.loads((tmp_path / "out" / "report.json").read_text())["recipes"]
+    assert 0.001 < found["measured"]["gradient"]["error"] < 0.3
+    assert len(found["measured"]["products"]) == found["quantized"] == 4
+
+
+def test_torchaos_linears_are_judged_by_the_gradient(tmp_path: Path, corpus: list[str]) -> None:
+    pytest.importorskip("torchao")
+    rest = ["--steps", "1", "--out", str(tmp_path / "out"), *TINY, *corpus, "engine=fsdp2"]
+    assert main(["rehearse", "--recipes", "bf16_with_fp8_rowwise", *rest]) == 0
+    (found,) = json.loads((tmp_path / "out" / "report.json").read_text())["recipes"]
+    assert found["verdict"]["word"] == "sound"
+    assert 0.001 < found["measured"]["gradient"]["error"] < 0.3
+    assert (found["quantized"], found["tensors"]) == (12, [])
+
+
 @pytest.mark.slow
 def test_two_pipeline_stages_are_one_report(tmp_path: Path, corpus: list[str]) -> None:
     split = ["model.num_layers=2", "parallel.pipeline_model_parallel_size=2"]
