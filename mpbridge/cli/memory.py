@@ -18,13 +18,12 @@ from mpbridge.planning.memory.activations import basis
 from mpbridge.planning.memory.by_role import (
     REFERENCE,
     STATES,
-    Comparison,
     Fit,
     Memory,
-    against_bf16,
     duplicate_main,
     fullest,
     memory,
+    reasons,
     total_parameters,
 )
 from mpbridge.planning.memory.overheads import left_out_of_memory
@@ -48,29 +47,29 @@ def run(args: argparse.Namespace) -> int:
     facts = outlook.facts
     mine = outlook.memory  # refuses what no rank could hold, whichever is asked for
     mine = mine if args.rank is None else memory(made.policy, facts, rank=args.rank)
-    other = reference(made, where)
-    compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
+    plain = reference(made, where)
+    other = memory(plain.policy, where.facts(plain.facts), rank=mine.rank)
     pipeline = facts.parallel.pipeline
     firsts = range(0, facts.parallel.world_size, facts.parallel.world_size // pipeline) if args.stages else ()
     stages = tuple(memory(made.policy, facts, rank=rank) for rank in firsts)
-    data = as_data(made, facts, compared, outlook.fit, stages) | record(outlook, "verdict", "objections")
-    answer(args, data, lambda: _print(made, where, outlook, compared, stages))
+    data = as_data(made, facts, mine, other, outlook.fit, stages) | record(outlook, "verdict", "objections")
+    answer(args, data, lambda: _print(made, where, outlook, mine, other, stages))
     return 0 if outlook.ok else 1
 
 
 def as_data(
-    made: Run, facts: RunFacts, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...] = ()
+    made: Run, facts: RunFacts, mine: Memory, other: Memory, fits: Fit | None, stages: tuple[Memory, ...] = ()
 ) -> dict[str, Any]:
-    """The estimate as JSON types, in bytes."""
+    """The estimate as JSON types, in bytes. other: the same rank's with the reference."""
     return {
         **record(made, "recipe", "world_size"),
         "parameters": total_parameters(facts),
-        **_data(compared.mine),
-        "reference": {"recipe": REFERENCE} | _data(compared.reference),
-        "difference": compared.difference,
-        "reasons": list(compared.reasons),
-        "fullest_rank": fullest(made.policy, facts, compared.mine),
-        "duplicate_main_weights": duplicate_main(facts, rank=compared.mine.rank),
+        **_data(mine),
+        "reference": {"recipe": REFERENCE} | _data(other),
+        "difference": mine.total - other.total,
+        "reasons": list(reasons(made.policy, facts, mine, other)),
+        "fullest_rank": fullest(made.policy, facts, mine),
+        "duplicate_main_weights": duplicate_main(facts, rank=mine.rank),
         "fit": None if fits is None else dataclasses.asdict(fits) | {"ok": fits.ok},
         "left_out": list(left_out_of_memory(facts)),
         "stages": [_data(stage) for stage in stages],
@@ -88,8 +87,10 @@ def _data(one: Memory) -> dict[str, Any]:
     }
 
 
-def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparison, stages: tuple[Memory, ...]) -> None:
-    facts, mine, other = outlook.facts, compared.mine, compared.reference
+def _print(
+    made: Run, where: TargetMachine, outlook: Outlook, mine: Memory, other: Memory, stages: tuple[Memory, ...]
+) -> None:
+    facts = outlook.facts
     unit = unit_for(max(mine.needed, other.needed))
     gpus = f"{made.world_size} GPU{'s' * (made.world_size > 1)}"
     full, here = fullest(made.policy, facts, mine), f"rank {mine.rank} (stage {mine.stage})"
@@ -100,14 +101,14 @@ def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparis
         "",
     )
     columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "basis")
-    print_table(columns, _rows(facts, compared, unit))
+    print_table(columns, _rows(facts, mine, other, unit))
     if stages:
         print_line()
         rows = [(str(s.stage), unit.of(s.states), unit.of(s.activations), unit.of(s.total)) for s in stages]
         print_table(("stage", f"states {unit.name}", f"activations {unit.name} (estimate)", f"total {unit.name}"), rows)
-    if compared.reasons:
+    if why := reasons(made.policy, facts, mine, other):
         print_line(f"\nwhy it differs from {REFERENCE}")
-        print_line(*compared.reasons, indent="  ")
+        print_line(*why, indent="  ")
     for words in left_out_of_memory(facts):
         print_line(f"left out: {words}")
     if outlook.fit is not None:
@@ -125,9 +126,8 @@ def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparis
         print_line(f"{outlook.objections['valid']}; mpbridge check says why")
 
 
-def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[str, str, str, str, str]]:
+def _rows(facts: RunFacts, mine: Memory, other: Memory, unit: ByteUnit) -> list[tuple[str, str, str, str, str]]:
     """Role, this recipe's amount, the reference's, bytes per parameter, basis of the figure."""
-    mine, other = compared.mine, compared.reference
     inexact = "see what is omitted" if left_out_of_memory(facts) else "without its engine's alignment"
     known = "exact" if mine.exact else inexact
     known_by, _, why = basis(facts).partition(": ")

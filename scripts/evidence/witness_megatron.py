@@ -14,7 +14,9 @@ from mpbridge.observe.witnessing.report import Witnessed
 from mpbridge.observe.witnessing.witness import witness
 from scripts.evidence.witness_common import BF16, VOCABULARY, Case, tokens
 
-Wrapper = Literal["ddp", "distributed", "overlapped", "torch_fsdp2", "megatron_fsdp", "megatron_fsdp_gradients"]
+Wrapper = Literal[
+    "ddp", "distributed", "overlapped", "torch_fsdp2", "megatron_fsdp", "megatron_fsdp_gradients", "megatron_fsdp_unsharded"
+]  # fmt: skip
 
 
 def megatron(
@@ -162,6 +164,7 @@ _WRAPPERS: dict[str, Callable[[Any, Any, bool], Any]] = {
     "torch_fsdp2": _torch_fsdp2,
     "megatron_fsdp": _megatron_fsdp,
     "megatron_fsdp_gradients": lambda *args: _megatron_fsdp(*args, strategy="optim_grads"),
+    "megatron_fsdp_unsharded": lambda *args: _megatron_fsdp(*args, strategy="no_shard"),
 }
 
 

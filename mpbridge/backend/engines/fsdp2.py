@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from mpbridge.backend.engines.base import ShardedEngine
@@ -29,30 +26,21 @@ from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
-
-_ReduceScatter: Any = getattr(_fsdp_api, "ReduceScatter", None)  # torch 2.6 has none
-
 
 class Fsdp2Engine(ShardedEngine):
     """GPTModel in units of fully_shard, stepped by megatron-core's schedule, updated by torch's AdamW or FusedAdam on the local shards."""
 
     name = TRAITS.name
 
-    def __init__(self, run: Run, *, cuda: bool) -> None:
-        super().__init__(run, cuda=cuda)
-        self.reduced: Counter[torch.dtype] = Counter()
-        """dtype -> gradient elements that went into reduce-scatters so far: the wire traffic, counted at FSDP2's own interface."""
-
     def _build(self, backend: Any) -> None:
         from megatron.core import parallel_state
 
         from mpbridge.backend.models.gpt import fp32_modules, global_names, gpt_model
 
-        if _ReduceScatter is None:
+        if not hasattr(torch.cpu.Stream, "record_event"):
+            # on a GPU it may run there, but no test of it has
             raise Refused(
-                f"engine=fsdp2 needs a torch whose FSDP2 takes a reduce-scatter of the caller's (2.13 and 2.15 do, 2.6 does not), found {torch.__version__}: "
+                f"engine=fsdp2 needs a torch whose FSDP2 runs on a CPU (2.13 and 2.15 do, 2.6 does not), found {torch.__version__}: "
                 "install a newer torch, or use another engine"
             )
         inputs = sections(self.run, cuda=self.cuda)
@@ -72,7 +60,7 @@ class Fsdp2Engine(ShardedEngine):
             model.cuda(torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         mesh = DeviceMesh.from_group(group, "cuda" if self.cuda else "cpu", mesh_dim_names=("shard",))
-        self.reduced = shard(model, policy, mesh, kept)
+        shard(model, policy, mesh, kept)
         self.model = [model]
         self.optimizer = ShardOptimizer(
             dict(model.named_parameters()), policy, self.run.facts, self.configs.optimizer, group, cuda=self.cuda
@@ -124,33 +112,6 @@ def refuse_mixed(kept: Mapping[torch.nn.Module, list[str]], names: Mapping[int, 
         raise BadValue("; ".join(faults))
 
 
-class Reduced(_ReduceScatter or object):  # type: ignore[misc]
-    """torch's own reduce-scatter, installed through FSDP2's interface for custom ones, which counts what it sends."""
-
-    def __init__(self, seen: Counter[torch.dtype]) -> None:
-        self.seen = seen
-        """dtype -> elements of this rank's unsharded gradients. With one process nothing is sent and nothing is counted."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocates a buffer: first for the input, then for the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Counts the elements and reduces."""
-        self.seen[input_tensor.dtype] += input_tensor.numel()
-        # looked up at each call, because the audit patches it to count; torch 2.13 warns about the old name
-        reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        return work
-
-
 def store(model: torch.nn.Module, policy: PrecisionPolicy, kept: Mapping[torch.nn.Module, list[str]]) -> None:
     """Gives every parameter its resident dtype: the policy's, FP32 for those in `kept`. Buffers stay as megatron-core made them."""
     wide = {id(getattr(module, name)) for module, own in kept.items() for name in own}
@@ -168,11 +129,8 @@ def _allow(kind: type[Any]) -> None:
         cls_to_fsdp_cls.setdefault(kind, type(f"FSDP{kind.__name__}", (kind, FSDPModule), {}))
 
 
-def shard(
-    model: Any, policy: PrecisionPolicy, mesh: DeviceMesh, kept: Mapping[torch.nn.Module, list[str]]
-) -> Counter[torch.dtype]:
-    """Shards in place: modules kept in FP32, then each layer, then the rest. Returns the counter that the reductions fill."""
-    seen: Counter[torch.dtype] = Counter()
+def shard(model: Any, policy: PrecisionPolicy, mesh: DeviceMesh, kept: Mapping[torch.nn.Module, list[str]]) -> None:
+    """Shards in place: modules kept in FP32, then each layer, then the rest."""
     wide = torch.float32
     # inputs are not cast on entry: they are already in the compute dtype, and rotary angles must stay FP32 until their cosine is taken (a position of
     # 1000 rounds to a multiple of 4 in BF16)
@@ -188,6 +146,4 @@ def shard(
         _allow(type(module))
     plan = [(module, of_kept) for module in apart] + [(layer, of_layer) for layer in model.decoder.layers]
     for module, how in (*plan, (model, of_root)):
-        unit: Any = fully_shard(module, mesh=mesh, mp_policy=how)
-        unit.set_custom_reduce_scatter(Reduced(seen))
-    return seen
+        fully_shard(module, mesh=mesh, mp_policy=how)

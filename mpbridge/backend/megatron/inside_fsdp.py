@@ -88,6 +88,8 @@ def held(wrapped: Any) -> Iterator[tuple[BufferRole, str, torch.Tensor]]:
                 ("main_params", group.main_weight_buffer),
                 ("grads", group.main_grad_buffer),
             )
+            if group.model_weight_buffer is None:  # no_shard leaves the weights where the model has them
+                yield "params", name, parameter.detach()
             for role, flat in buffers:
                 if flat is not None:
                     yield role, name, flat.get_item(index, only_shard=flat.is_data_distributed)
@@ -99,10 +101,10 @@ def resting(wrapped: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for group in getattr(buffer, "parameter_groups", ()):
         weights, mains = group.model_weight_buffer, group.main_weight_buffer
-        for index, parameter in enumerate(group.params if weights is not None and mains is not None else ()):
-            found[bare_name(buffer.param_to_name[parameter])] = weights.get_item(
-                index, only_shard=mains.is_data_distributed
-            )
+        for index, parameter in enumerate(group.params if mains is not None else ()):
+            # no_shard has no buffer of weights
+            part = parameter if weights is None else weights.get_item(index, only_shard=mains.is_data_distributed)
+            found[bare_name(buffer.param_to_name[parameter])] = part.detach().reshape(-1)
     return found
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.audit.weights import Weights, moved, standing
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.regions import GEMMS, Gemms
-from mpbridge.precision.scalings import ELEMENTS, SCALINGS, scaling_of_recipe
+from mpbridge.precision.scalings import SCALINGS, scaling_of_recipe
 from mpbridge.precision.wording import HIGH, quant_text, rule_words
 
 if TYPE_CHECKING:
@@ -58,83 +57,6 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     known = next((scaling for name in made_by if (scaling := scaling_of_recipe(name))), made_by[0])
     # Transformer Engine's Format uses our names in upper case (common/recipe/__init__.py)
     return f"{format_name.lower()} {known}"
-
-
-def recipe_of(module: Any) -> Any:
-    """The Transformer Engine recipe object of the module's last forward pass; None: it has none."""
-    meta = getattr(module, "fp8_meta", None)
-    return meta.get("recipe") if isinstance(meta, dict) else None
-
-
-def details(module: Any, quant: Quant) -> tuple[str, str]:
-    """(promised, found) in words, of a module's quantizers and of the details of its recipe object other than class and format; equal if they agree."""
-    recipe = recipe_of(module)
-    pairs = [(name, wanted, _detail(recipe, attribute)) for name, wanted, attribute in _wanted(quant)]
-    pairs += _elements(module, quant)
-    return _apart((name, say(wanted), say(has)) for name, wanted, has in pairs if has not in (None, wanted))
-
-
-def _apart(wrong: Iterable[tuple[str, str, str]]) -> tuple[str, str]:
-    """(promised, found) in words, from (name, promised, found) of what differs."""
-    rows = list(dict.fromkeys(wrong))
-    promised, found = (", ".join(f"{row[0]} {row[side]}" for row in rows) for side in (1, 2))
-    return promised, found
-
-
-def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, Any, Any]]:
-    """(operands, promised element format, the one that a quantizer writes), and of NVFP4's quantizers the options that the recipe object gives each of them.
-
-    A module keeps the quantizers that it has made while the class of its recipe stays (module/base.py, 2.11 to 2.20: `set_meta_tensor`), so they can
-    differ from the recipe object that it shows.
-    """
-    made = getattr(module, "quantizers", None) or {}
-    states = (("scaling_fwd", "inputs and weights"), ("scaling_bwd", "gradients"))
-    for (state, operands), wanted in zip(states, ELEMENTS[quant.format], strict=True):
-        for number, quantizer in enumerate(made.get(state) or ()):
-            yield operands, wanted, _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""))
-            # input, weight, output; gradients (common/recipe NVFP4BlockScalingRecipeState)
-            part = "bwd_grad" if state == "scaling_bwd" else "fwd_weight" if number % 3 == 1 else "fwd_inp"
-            asked = getattr(recipe_of(module), f"fp4_quant_{part}", None)
-            for option, attribute in () if asked is None else _OPTIONS:
-                yield f"{option} of {operands}", getattr(asked, option, None), getattr(quantizer, attribute, None)
-
-
-_OPTIONS = (
-    ("random_hadamard_transform", "with_rht"), ("stochastic_rounding", "stochastic_rounding"), ("fp4_2d_quantization", "with_2d_quantization"),
-)  # fmt: skip
-"""Field of Transformer Engine's QParams -> attribute of an NVFP4Quantizer."""
-_ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
-"""transformer_engine_torch.DType -> a key of formats.FORMATS."""
-
-
-def _wanted(quant: Quant) -> Iterator[tuple[str, Any, str]]:
-    """(name, value, what `_detail` calls it) of what the policy specifies."""
-    if quant.row.history:
-        yield "margin", quant.margin, "margin"
-        yield "amax history", quant.amax_history, "amax_history_len"
-        yield "amax algorithm", quant.amax_algo, "amax_compute_algo"
-    for option in quant.row.options:
-        if option.name in ("power_of_two", *_DISABLES):
-            yield option.name, quant.option(option.name, os.environ), option.name
-
-
-def _detail(recipe: Any, name: str) -> Any:
-    """A field or option in a Transformer Engine recipe object (common/recipe/__init__.py); None: it has no such field."""
-    if name == "power_of_two":
-        parts = [getattr(recipe, f"fp8_quant_{part}", None) for part in ("fwd_inp", "fwd_weight", "bwd_grad")]
-        found = {bool(part.power_2_scale) for part in parts if part is not None}
-        return "mixed" if len(found) > 1 else next(iter(found), None)
-    off = getattr(recipe, _DISABLES.get(name, ""), None)
-    return not off if off is not None else getattr(recipe, _ENABLES.get(name, name), None)
-
-
-_DISABLES = {
-    "hadamard": "disable_rht",
-    "stochastic_rounding": "disable_stochastic_rounding",
-    "square_weights": "disable_2d_quantization",
-}
-_ENABLES = {"square_weights": "enable_2d_quantization"}
-"""Option -> the field that switches it off, or on."""
 
 
 ONCE = ("main_params", "exp_avg", "exp_avg_sq")
@@ -223,7 +145,7 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
     if words[0] != words[1]:
         return words
     if plug is None:
-        return _open_fields(promised, words, module) if ran else words
+        return _opened(promised, words, module) if ran and words[0] != HIGH else words
     for gemm in GEMMS:
         wanted, quantizer = getattr(promised, gemm), getattr(plug, gemm, None)
         found = None if quantizer is None else quantizer.quant
@@ -233,44 +155,69 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
     return words
 
 
-def _open_fields(promised: Gemms, words: tuple[str, str], module: Any) -> tuple[str, str]:
-    """The same for a Transformer Engine module, which has one recipe object for its three GEMMs."""
-    quant = promised.fprop
-    if not promised.one or (quant is not None and quant.by_factory):
-        wanted, found = _quantizers(module, promised)
-        return words if wanted == found else (wanted, found)
-    if quant is None:
+def _opened(promised: Gemms, words: tuple[str, str], module: Any) -> tuple[str, str]:
+    """The same for a Transformer Engine module: what its quantizers write, and the histories of delayed scaling, which its recipe object has."""
+    pairs = list(_quantizers(module, promised))
+    if promised.fprop is not None and promised.fprop.row.history:
+        recipe, quant = module.fp8_meta["recipe"], promised.fprop
+        pairs += [(name, say(getattr(quant, name)), say(getattr(recipe, own))) for name, own in _HISTORY.items()]
+    wrong = dict.fromkeys((name, wanted, found) for name, wanted, found in pairs if wanted != found)
+    if not wrong:
         return words
-    wanted, found = details(module, quant)
-    return words if wanted == found else (f"{words[0]} ({wanted})", f"{words[1]} ({found})")
+    wanted, found = (", ".join(f"{pair[0]} {pair[side]}" for pair in wrong) for side in (1, 2))
+    return f"{words[0]} ({wanted})", f"{words[1]} ({found})"
 
 
-def _quantizers(module: Any, promised: Gemms) -> tuple[str, str]:
-    """(promised, found) of the quantizers that a module of mixed formats has made, for the rows and the columns of each operand, where they differ."""
+_HISTORY = {"margin": "margin", "amax_history": "amax_history_len", "amax_algo": "amax_compute_algo"}
+"""Field of a rule -> of DelayedScaling."""
+
+
+def _quantizers(module: Any, promised: Gemms) -> Iterator[tuple[str, str, str]]:
+    """(operand, what its quantizer should write, what it writes) for the rows and the columns of every operand of a GEMM.
+
+    A module keeps the quantizers that it has made while the class of its recipe stays (module/base.py, 2.11 to 2.20: `set_meta_tensor`), so that they may differ
+    from the recipe object that it shows.
+    """
     from mpbridge.backend.megatron.gemm_factories import READ_BY
 
     made = getattr(module, "quantizers", None) or {}
-    slots = zip(READ_BY, (*(made.get("scaling_fwd") or ())[:2], *(made.get("scaling_bwd") or ())[:1]), strict=False)
-    pairs = []
-    for role, quantizer in slots:
-        for gemm, side in zip(READ_BY[role], ("row", "column"), strict=True):
+    forward, backward = (made.get(name) or [] for name in ("scaling_fwd", "scaling_bwd"))
+    # for each GEMM: input, weight, output; gradient of the output, of the input (FP8FwdTensorIdx, FP8BwdTensorIdx)
+    operands = {"input": forward[::3], "weight": forward[1::3], "grad_output": backward[::2]}
+    for operand, quantizers in operands.items():
+        for gemm, side in zip(READ_BY[operand], ("row", "column"), strict=True):
             quant = getattr(promised, gemm)
-            wanted = HIGH if quant is None else f"{quant.element(gradient=role == 'grad_output')} {quant.scaling}"
-            wanted += _SQUARE if quant is not None and role == "weight" and asked(quant, "square_weights") else ""
-            found = _quantizer_text(getattr(quantizer, f"{side}wise_quantizer", quantizer))
-            pairs += [(f"{gemm} {role}", wanted, found)] if wanted != found else []
-    return _apart(pairs)
+            for both in quantizers:
+                quantizer = getattr(both, f"{side}wise_quantizer", both)
+                name = operand if promised.one else f"{gemm} {operand}"
+                yield name, _promised_text(quant, operand), _written_text(quant, quantizer)
 
 
-def _quantizer_text(quantizer: Any) -> str:
-    scaling = _QUANTIZERS.get(type(quantizer).__name__, type(quantizer).__name__)
+def _promised_text(quant: Quant | None, operand: str) -> str:
+    if quant is None:
+        return HIGH
+    on = [name for name, _, has in _OPTIONS if operand in has and asked(quant, name)]
+    return " with ".join([f"{quant.element(gradient=operand == 'grad_output')} {quant.scaling}", *on])
+
+
+def _written_text(quant: Quant | None, quantizer: Any) -> str:
     element = _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""), "")
-    square = _SQUARE if getattr(quantizer, "with_2d_quantization", False) else ""
-    return f"{element} {scaling}{square}".strip()
+    if quant is not None and quant.factory:
+        return f"{element} {quant.scaling}"  # an author's factory decides the rest
+    scaling = _QUANTIZERS.get(type(quantizer).__name__, type(quantizer).__name__)
+    on = [name for name, attribute, _ in _OPTIONS if getattr(quantizer, attribute, False)]
+    return " with ".join([f"{element} {scaling}".strip(), *on])
 
 
-_SQUARE = " in square blocks"
-_QUANTIZERS = {"IdentityQuantizer": HIGH} | {row.quantizer: row.name for row in SCALINGS.values() if row.quantizer}
+_OPTIONS = (
+    ("power_of_two", "force_pow_2_scales", ("input", "weight", "grad_output")), ("hadamard", "with_rht", ("input", "grad_output")),
+    ("stochastic_rounding", "stochastic_rounding", ("grad_output",)), ("square_weights", "with_2d_quantization", ("weight",)),
+)  # fmt: skip
+"""Option of a scaling, the attribute of Transformer Engine's quantizers, and the operands that have it."""
+_ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
+"""transformer_engine_torch.DType -> a key of formats.FORMATS."""
+_QUANTIZERS = {"IdentityQuantizer": HIGH, "Float8Quantizer": "delayed"}
+_QUANTIZERS |= {row.quantizer: row.name for row in SCALINGS.values() if row.quantizer}
 """Class of Transformer Engine's quantizers -> its scaling."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -111,39 +111,20 @@ _TEXT, _NUMBER = (str,), (float, int, type(None))
 """Types of the values in a column of words, and in any other column."""
 
 
-class TensorRow(Mapping[str, Any]):
-    """A tensor's numbers at one step by column name; all rows of a file share the names."""
-
-    __slots__ = ("_at", "_values")
-
-    def __init__(self, at: Mapping[str, int], values: Sequence[Any]) -> None:
-        self._at, self._values = at, values
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[self._at[name]]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Same as `dict.get`."""
-        at = self._at.get(name)
-        return default if at is None else self._values[at]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._at)
-
-    def __len__(self) -> int:
-        return len(self._at)
+TensorRow = dict[str, Any]
+"""A tensor's numbers at one step by column name."""
 
 
 class MeasuredStep:
     """One line of the file: `tables["operands"]` is a list of rows."""
 
-    def __init__(self, data: Mapping[str, Any], names: dict[tuple[str, ...], dict[str, int]]) -> None:
+    def __init__(self, data: Mapping[str, Any]) -> None:
         self.step = int(data["iteration"])
         self.facts = {name: value for name, value in data.items() if name not in TABLES}
-        self.tables: dict[str, list[TensorRow]] = {name: _rows(name, data.get(name), names) for name in TABLES}
+        self.tables: dict[str, list[TensorRow]] = {name: _rows(name, data.get(name)) for name in TABLES}
 
 
-def _rows(name: str, table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[TensorRow]:
+def _rows(name: str, table: Any) -> list[TensorRow]:
     """A table's rows; numbers written as words are converted back. Raises ValueError if columns are missing, a row's length differs from the number of
     columns, or a value has the wrong type for its column."""
     if not isinstance(table, Mapping):
@@ -151,7 +132,6 @@ def _rows(name: str, table: Any, names: dict[tuple[str, ...], dict[str, int]]) -
     columns = tuple(map(str, table["columns"]))
     if missing := set(TABLES[name]) - set(columns):
         raise ValueError(f"no column {', '.join(sorted(missing))}")
-    at = names.setdefault(columns, {column: i for i, column in enumerate(columns)})
     kinds = [_TEXT if column in _WORDED else _NUMBER for column in columns]
     found = []
     for row in table["rows"]:
@@ -164,7 +144,7 @@ def _rows(name: str, table: Any, names: dict[tuple[str, ...], dict[str, int]]) -
                 row[i] = float(value)
             elif value.__class__ is int:
                 float(value)  # raises OverflowError for an integer that no float can hold
-        found.append(TensorRow(at, row))
+        found.append(dict(zip(columns, row, strict=True)))
     return found
 
 
@@ -203,7 +183,6 @@ def _read_lines(stream: IO[bytes], made: RunStatistics, within: Sequence[tuple[i
     if size > LARGEST:
         wanted = _sample([step for _, _, step in places], max(2, LARGEST * len(places) // size), within)
     found: dict[int, MeasuredStep] = {}
-    names: dict[tuple[str, ...], dict[str, int]] = {}
     for number, (offset, length, step) in enumerate(places, start=1):
         if wanted is not None and step is not None and step not in wanted:
             made.left_out += 1
@@ -214,7 +193,7 @@ def _read_lines(stream: IO[bytes], made: RunStatistics, within: Sequence[tuple[i
             if data.get("schema") != SCHEMA:
                 made.faults.append(f"{FILE}, line {number}: schema {data.get('schema')!r}, this version reads {SCHEMA}")
                 continue
-            one = MeasuredStep(data, names)
+            one = MeasuredStep(data)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             cut = number == len(places) and not whole
             made.faults.append(f"{FILE}, line {number}: {'truncated' if cut else 'unreadable'}, skipped")

@@ -185,7 +185,9 @@ class _Sharded(CoreLoop):
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
         """Shard sizes, and digests of what the forward pass read."""
         named = self.named_parameters()
-        return copies_of({name: (int(local(one).numel()), int(one.numel())) for name, one in named}, read)
+        found = copies_of({name: (int(local(one).numel()), int(one.numel())) for name, one in named}, read)
+        # a wrapper that shards nothing leaves every element on every rank
+        return replace(found, shards={}) if self.sharded == "nothing" else found
 
     def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
         """Messages checked by number of elements."""

@@ -26,8 +26,6 @@ from mpbridge.planning.memory.overheads import Overhead, counted_at_most, outsid
 from mpbridge.planning.memory.ranks import Coordinates, undivided
 from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.registry import recipe
-from mpbridge.precision.resolve import resolve
 
 STATES = ("params", "grads", *KEPT, "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding")
 """Roles in the order in which tables show them."""
@@ -255,39 +253,8 @@ def _layouts(run: RunFacts) -> Iterator[tuple[str, dict[str, Any]]]:
 REFERENCE = "bf16_mixed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Two estimates of one run."""
-
-    mine: Memory
-    reference: Memory
-    reasons: tuple[str, ...]
-    """Why states differ, most expensive first; empty if there is nothing to explain."""
-
-    @property
-    def difference(self) -> int:
-        """Bytes more than the reference (negative: fewer), including activations."""
-        return self.mine.total - self.reference.total
-
-
-def against_bf16(
-    policy: PrecisionPolicy,
-    run: RunFacts,
-    *,
-    mine: Memory | None = None,
-    reference: tuple[PrecisionPolicy, RunFacts] | None = None,
-) -> Comparison:
-    """`policy` against bf16_mixed on the rank that holds most under `policy`.
-
-    reference: bf16_mixed's own policy and run, if known; otherwise its policy on this run, without the optimizer settings that the recipe wrote."""
-    own = mine or memory(policy, run)
-    bare = replace(run, optimizer=replace(run.optimizer, settings={}))
-    base, base_run = reference or (resolve(recipe(REFERENCE).make()), bare)
-    other = memory(base, base_run, rank=own.rank)
-    return Comparison(mine=own, reference=other, reasons=_reasons(policy, run, own, other))
-
-
-def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory) -> tuple[str, ...]:
+def reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory) -> tuple[str, ...]:
+    """Why the states of `mine`, which is of that policy, differ from those of `other`, of REFERENCE: the most expensive first; empty if there is nothing to explain."""
     found: list[tuple[int, str]] = []
     unit = unit_for(max(mine.needed, other.needed))
 

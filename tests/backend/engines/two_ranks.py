@@ -87,6 +87,8 @@ def compute_and_wire(folder: Path) -> Any:
     """FP32 storage under BF16 compute, reduced in FP32, and again in BF16."""
     import torch
 
+    from mpbridge.numerics.observation.operations import OperationObserver
+
     found: dict[str, Any] = {}
     for reduce in ("fp32", "bf16"):
         built = _engine({"recipe": "fp32_params_bf16_compute", "grad_reduce_in_fp32": reduce == "fp32"}, "fsdp2")
@@ -97,12 +99,14 @@ def compute_and_wire(folder: Path) -> Any:
             seen.update(weight=str(module.weight.dtype), input=str(inputs[0].dtype), output=str(output[0].dtype))
 
         linear.register_forward_hook(look)
-        results = _steps(built)
+        with OperationObserver() as wire:
+            results = _steps(built)
         parameter = dict(built.named_parameters())["decoder.layers.0.mlp.linear_fc1.weight"]
         moment = built.optimizer.state_of("decoder.layers.0.mlp.linear_fc1.weight")["exp_avg"]
         seen |= {"storage": str(parameter.dtype), "grad": str(parameter.grad.dtype), "moment": str(moment.dtype)}
         seen["rows"] = str(parameter._local_tensor.shape[0])
-        found[reduce] = seen | {"reduced": sorted(str(kind) for kind in built.reduced), "loss": results[-1].loss}
+        reduced = sorted({one.dtype for one in wire.sent if one.kind == "reduce_scatter"})
+        found[reduce] = seen | {"reduced": reduced, "loss": results[-1].loss}
         built.close()
     assert torch.get_default_dtype() is torch.float32
     return found

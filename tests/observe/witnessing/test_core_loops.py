@@ -34,16 +34,48 @@ def test_bf16_in_megatrons_loop_is_bf16_mixed(distributed: bool) -> None:
     assert {"derived flags", "weights as read", "gradients", "residual stream", "attention"} <= subjects
 
 
-def test_two_ranks_whose_parameters_follow_in_the_next_forward_pass_raise_no_alarm(tmp_path: Path) -> None:
-    """With overlap_param_gather a rank has only its own shard of an update when the step ends; Megatron-FSDP may divide main weights and leave weights whole."""
-    program, cases = (
-        str(Path(__file__).with_name("two_ranks.py")),
-        ("core distributed", "core overlapped", "core megatron_fsdp_gradients"),
+COMPARED = {"params", "main_params", "weights as read", "weights moved", "replicas", "wire: gradients", "gradients", "optimizer step"}  # fmt: skip
+"""What must have been looked at, and found as promised, in a sound loop on two ranks."""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Case -> subject -> its finding on two ranks."""
+    program, wrappers = str(Path(__file__).with_name("two_ranks.py")), ("distributed", "overlapped", "megatron_fsdp_gradients", "megatron_fsdp_unsharded")  # fmt: skip
+    found = reported(
+        2, program, tmp_path_factory.mktemp("two") / "out.json", *(f"core {wrapper}" for wrapper in wrappers)
     )
-    for case, found in reported(2, program, tmp_path / "out.json", *cases).items():
-        held = {one["subject"]: one["ok"] for one in found["audit"]["findings"]}
-        assert found["ok"], (case, [subject for subject, ok in held.items() if not ok])
-        assert held.get("replicas", case.endswith("gradients")), case
+    return {
+        case.removeprefix("core "): {one["subject"]: one for one in seen["audit"]["findings"]}
+        for case, seen in found.items()
+    }
+
+
+def wrong(held: dict[str, Any]) -> set[str]:
+    return {subject for subject, one in held.items() if not one["ok"] and "not_observed" not in one}
+
+
+@pytest.mark.parametrize("wrapper", ["distributed", "overlapped", "megatron_fsdp_gradients"])
+def test_two_ranks_whose_parameters_follow_in_the_next_forward_pass_raise_no_alarm(two: Any, wrapper: str) -> None:
+    """With overlap_param_gather a rank has only its own shard of an update when the step ends; Megatron-FSDP may divide main weights and leave weights whole."""
+    held = two[wrapper]
+    assert not wrong(held)
+    assert set(held) >= COMPARED
+    if wrapper.startswith("megatron_fsdp"):
+        assert held["weights as read"]["count"] >= held["replicas"]["count"] == held["shards"]["count"]
+
+
+def test_whole_parameters_under_megatron_fsdp_are_compared_on_every_rank(two: Any) -> None:
+    """`no_shard`: its norm counts every replica, so that clipping divides by too much."""
+    held = two["megatron_fsdp_unsharded"]
+    assert wrong(held) == {"gradient norm as clipped"}
+    assert set(held) >= COMPARED
+    assert "shards" not in held
+    assert held["weights as read"]["count"] == held["params"]["count"] == 2 * held["replicas"]["count"]
+
+
+def left_behind(wrapped: Any, optimizer: Any) -> None:
+    wrapped.param_and_grad_buffer.copy_main_weights_to_model_weights = lambda *a, **k: None
 
 
 def never_copied(wrapped: Any, optimizer: Any) -> None:
@@ -71,6 +103,12 @@ def test_what_is_spoiled_is_named(spoil: Any, policy: str | None, subject: str, 
     (fault,) = megatron(policy=policy, spoil=spoil).report.faults
     assert fault.subject == subject
     assert words in str(fault)
+
+
+@pytest.mark.parametrize("strategy", ["gradients", "unsharded"])
+def test_weights_that_do_not_follow_their_main_weights_under_megatron_fsdp_are_named(strategy: Any) -> None:
+    seen = megatron(wrapper=f"megatron_fsdp_{strategy}", spoil=left_behind)  # type: ignore[arg-type]
+    assert "weights as read" in {fault.subject for fault in seen.report.faults}
 
 
 def test_nothing_is_left_on_megatrons_optimizer() -> None:

@@ -201,7 +201,8 @@ def core(wrapper: Any) -> Any:
 
 
 CORE = {
-    f"core {wrapper}": partial(core, wrapper) for wrapper in ("distributed", "overlapped", "megatron_fsdp_gradients")
+    f"core {wrapper}": partial(core, wrapper)
+    for wrapper in ("distributed", "overlapped", "megatron_fsdp_gradients", "megatron_fsdp_unsharded")
 }
 """Run only by name: they import megatron-core."""
 

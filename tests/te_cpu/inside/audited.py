@@ -158,7 +158,7 @@ def test_another_recipe_object_in_one_layer_is_named(kind) -> None:
         other = te.Float8CurrentScaling()
         other.fp8_quant_fwd_inp = te.QParams(power_2_scale=True)
         said = found(TENSORWISE, WHOLE, UNSTORED, hooks=(around_layer_0(other),))
-        assert "power_of_two mixed" in said
+        assert "input e4m3 tensorwise with power_of_two" in said
     else:
         other = {
             "another class": te.Float8BlockScaling(),
@@ -173,11 +173,11 @@ def test_another_recipe_object_in_one_layer_is_named(kind) -> None:
 
 SET = [
     # recipe, kind of quantizers, what is set on them, what is said
-    pytest.param(TENSORWISE, "scaling_bwd", {"dtype": "kFloat8E4M3"}, "gradients e4m3", marks=on_hopper),
-    *(pytest.param(name, "scaling_bwd", {"dtype": "kFloat8E4M3"}, "gradients e4m3", marks=(slow, on_hopper)) for name in (DELAYED, BLOCKWISE)),
-    pytest.param(MXFP8, "scaling_fwd", {"dtype": "kFloat8E5M2"}, "inputs and weights e5m2", marks=on_blackwell),
-    pytest.param(NVFP4, "scaling_fwd", {"with_rht": False}, "random_hadamard_transform of inputs and weights false", marks=on_blackwell),
-    pytest.param(NVFP4, "scaling_bwd", {"stochastic_rounding": False}, "stochastic_rounding of gradients false", marks=on_blackwell),
+    pytest.param(TENSORWISE, "scaling_bwd", {"dtype": "kFloat8E4M3"}, "grad_output e4m3", marks=on_hopper),
+    *(pytest.param(name, "scaling_bwd", {"dtype": "kFloat8E4M3"}, "grad_output e4m3", marks=(slow, on_hopper)) for name in (DELAYED, BLOCKWISE)),
+    pytest.param(MXFP8, "scaling_fwd", {"dtype": "kFloat8E5M2"}, "input e5m2 mxfp8, weight e5m2 mxfp8", marks=on_blackwell),
+    pytest.param(NVFP4, "scaling_fwd", {"with_rht": False}, "(input e2m1 nvfp4)", marks=on_blackwell),
+    pytest.param(NVFP4, "scaling_bwd", {"stochastic_rounding": False}, "(grad_output e2m1 nvfp4 with hadamard)", marks=on_blackwell),
 ]  # fmt: skip
 
 
