@@ -104,6 +104,7 @@ def _claim(run: Run, claims: ExitStack) -> None:
         claims.enter_context(store.claim(Path(folder), setting="logger.log_dir", name=store.LOGGER))
     if folder := run.checkpoint.get("save"):
         claims.enter_context(store.claim(Path(folder)))
+        store.put_back(Path(folder))
 
 
 def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:

@@ -1,7 +1,7 @@
 """Checkpoint folders on disk: written under a temporary name, sealed by checksums and a rename, pruned, and found again. Loads no framework.
 
 A folder of checkpoints has a `step_00000120/` for each one and `latest`, a text file that names the newest. Checkpoints being written are
-named `.partial-...` and those being removed `.dropped-...`, so every `step_...` is complete. `.writer` names the run that saves there.
+named `.partial-...` and those being removed `.dropped-...`, so every `step_...` is complete. `.replaced-...`: see _REPLACED. `.writer` names the run that saves there.
 Whatever lies there may be a stranger's: links are not followed, and only regular files are opened.
 """
 
@@ -43,6 +43,8 @@ AuditMark = Literal["good", "suspect", "unaudited"]
 LAST_STEP = 1 << 40
 """Upper bound of a run's steps; a larger number is invalid."""
 _NAME = re.compile(r"^step_(\d{8,})$")
+_REPLACED = re.compile(r"^\.replaced-(step_\d{8,})-[0-9a-f]{8}$")
+"""A checkpoint that makes room for a new one of its step, where names cannot be exchanged: a writer killed just then leaves it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +61,25 @@ def name_of(step: int) -> str:
 
 
 def saved(folder: Path) -> list[Saved]:
-    """Every sealed checkpoint in `folder`, newest first; links are not followed."""
+    """Every sealed checkpoint in `folder`, newest first; links are not followed. What a killed writer was replacing counts if there is nothing new."""
     if not folder.is_dir():
         return []
-    folders = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
-    found = ((entry, _NAME.match(entry.name)) for entry in folders)
-    return sorted((Saved(step=int(match[1]), path=entry) for entry, match in found if match), key=lambda s: -s.step)
+    folders = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
+    found = {match[1]: entry for entry in folders if (match := _REPLACED.match(entry.name))}
+    found |= {entry.name: entry for entry in folders if _NAME.match(entry.name)}
+    made = (Saved(step=int(name.removeprefix("step_")), path=entry) for name, entry in found.items())
+    return sorted(made, key=lambda one: -one.step)
+
+
+def put_back(folder: Path) -> None:
+    """Gives what a killed writer was replacing its name again, or removes it if the new one is there. For the run that has claimed the folder."""
+    for entry in list(folder.iterdir()):
+        if match := _REPLACED.match(entry.name):
+            final = folder / match[1]
+            if os.path.lexists(final):
+                discard(_away(entry))
+            else:
+                entry.rename(final)
 
 
 def offered(folder: Path) -> list[Saved]:
@@ -205,7 +220,7 @@ def seal(
     folder, final = partial.parent, partial.parent / name_of(step)
     old: Path | None = partial  # the same step saved again, after a rollback: a kill leaves one of the two
     if not _exchanged(partial, final):
-        old = _away(final, "aside-") if os.path.lexists(final) else None  # a name that `begin` does not remove
+        old = _away(final, ".replaced-") if os.path.lexists(final) else None
         partial.rename(final)
     _sync(folder)
     write_whole(folder / LATEST, final.name + "\n")
