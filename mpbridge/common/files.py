@@ -279,22 +279,26 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
     The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks, and on an operating
     system without POSIX's, only this process is kept out.
     Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stream = _opened_once(path, wait=wait)
-    try:
-        import fcntl
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = _opened_once(path, wait=wait)
+        try:
+            import fcntl
 
-        fcntl.lockf(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except ModuleNotFoundError:  # Windows
-        pass
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            with stream:
-                raise Locked(stream) from error
-    except BaseException:  # an interrupt, whose traceback may keep the stream
-        stream.close()
-        raise
-    return stream
+            fcntl.lockf(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except ModuleNotFoundError:  # Windows
+            pass
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                with stream:
+                    raise Locked(stream) from error
+        except BaseException:  # an interrupt, whose traceback may keep the stream
+            stream.close()
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(stream.fileno()), os.lstat(path)):
+                return stream
+        stream.close()  # the holder before removed the file: somebody else may lock another by its name
 
 
 def _opened_once(path: Path, *, wait: bool) -> IO[str]:

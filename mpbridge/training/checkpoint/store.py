@@ -18,13 +18,13 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import Locked, lock, opened_inside, read_json
+from mpbridge.common.files import Locked, folder_for, lock, opened_inside, read_json
 from mpbridge.training.checkpoint.format import METADATA
 
 MANIFEST = "manifest.json"
@@ -112,28 +112,36 @@ def locate(where: Path) -> Path:
     raise CheckpointError(f"{where}: {found} (expected a folder with {name_of(0)[:-1]}... folders, or one of them)")
 
 
-def claim(folder: Path, *, setting: str = "checkpoint.save", name: str = WRITER) -> IO[str]:
-    """Makes this process the one whose run writes to `folder`, which `setting` names, until the result is closed. name: of the file that is locked.
+@contextlib.contextmanager
+def claim(folder: Path, *, setting: str = "checkpoint.save", name: str = WRITER) -> Iterator[None]:
+    """Makes this process the one whose run writes to `folder`, which `setting` names. name: of the file that is locked.
 
-    Raises CheckpointError naming the current holder, if any."""
-    try:
-        stream = lock(folder / name, wait=False)
-    except Locked as other:
-        raise CheckpointError(
-            f"{other.holder or 'another process'} is writing its run to {folder}: wait for it, stop it, or choose another {setting}"
-        ) from None
-    except OSError as error:
-        why = f"{setting}={folder}: {name}: {error.strerror or error} (expected a folder that this user may write to, or a path where one can be created)"
-        raise CheckpointError(why) from None
-    try:
-        stream.truncate(0)
-        stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        stream.flush()
-    except BaseException:
-        with contextlib.suppress(OSError):  # closing writes again
-            stream.close()
-        raise
-    return stream
+    If the body fails, what was not there before (the file, an empty folder) is removed. Raises CheckpointError naming the current holder, if any."""
+    file = folder / name
+    new = not os.path.lexists(file)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(folder_for(folder))
+            stream = lock(file, wait=False)
+        except Locked as other:
+            raise CheckpointError(
+                f"{other.holder or 'another process'} is writing its run to {folder}: wait for it, stop it, or choose another {setting}"
+            ) from None
+        except OSError as error:
+            why = f"{setting}={folder}: {name}: {error.strerror or error} (expected a folder that this user may write to, or a path where one can be created)"
+            raise CheckpointError(why) from None
+        try:
+            stream.truncate(0)
+            stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            stream.flush()
+            yield
+        except BaseException:
+            if new:
+                file.unlink(missing_ok=True)
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # closing writes again
+                stream.close()
 
 
 def step_of(path: Path) -> int:

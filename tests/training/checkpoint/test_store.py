@@ -169,9 +169,11 @@ def test_the_same_step_saved_again_is_there_whenever_the_writer_is_killed(
 def test_a_claim_that_cannot_say_who_holds_it_holds_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store.socket, "gethostname", lambda: pytest.fail("interrupted"))
-        with pytest.raises(pytest.fail.Exception) as kept:
-            store.claim(tmp_path)
-    store.claim(tmp_path).close()
+        with pytest.raises(pytest.fail.Exception) as kept, store.claim(tmp_path / "folder"):
+            pass
+    assert not os.listdir(tmp_path)
+    with store.claim(tmp_path):
+        pass
     assert kept.traceback
 
 
