@@ -138,6 +138,14 @@ def test_a_thread_waits_for_the_lock_of_another(tmp_path: Path) -> None:
     thread.join()
 
 
+def test_a_thread_does_not_wait_for_itself(tmp_path: Path) -> None:
+    with lock(tmp_path / "lock", wait=True) as held:
+        held.write("the first\n")
+        with pytest.raises(Locked, match="the first"):
+            lock(tmp_path / "lock", wait=True)
+    lock(tmp_path / "lock", wait=True).close()
+
+
 def test_a_lock_on_a_file_that_its_holder_removes_is_taken_on_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
