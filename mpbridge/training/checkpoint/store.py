@@ -403,7 +403,4 @@ def discard(path: Path) -> None:
 
 def newest_whole(folder: Path, *, until: int = LAST_STEP) -> Saved | None:
     """The newest checkpoint in `folder`, of step `until` at most, that passes `check` and is not suspect; None if there is none."""
-    for entry in saved(folder):
-        if entry.step <= until and _sound(entry.path):
-            return entry
-    return None
+    return next((entry for entry in saved(folder) if entry.step <= until and _sound(entry.path)), None)
