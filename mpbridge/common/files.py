@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from mpbridge.common.errors import CheckpointError
 
@@ -267,33 +267,39 @@ class Locked(Exception):
 
 _held: WeakValueDictionary[tuple[int, Path], IO[str]] = WeakValueDictionary()
 """(process, file) -> the stream of its lock. POSIX's locks are the process's: it would be granted its own again, and closing either stream would end both."""
+_takers: WeakKeyDictionary[IO[str], threading.Thread] = WeakKeyDictionary()
+"""The stream of a lock -> the thread that took it."""
 _taking = threading.Lock()
 if hasattr(os, "register_at_fork"):  # another thread of the parent may have it, and lives on there alone
     os.register_at_fork(after_in_child=lambda: globals().update(_taking=threading.Lock()))
 
 
 def lock(path: Path, *, wait: bool) -> IO[str]:
-    """Opens `path` for writing and locks it until it is closed; creates its folder. wait: block until it is free; otherwise raises Locked.
+    """Opens `path` for writing and locks it until it is closed; creates its folder. wait: block until it is free, unless this thread holds it; otherwise raises Locked.
 
     The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks, and on an operating
     system without POSIX's, only this process is kept out.
     Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stream = _opened_once(path, wait=wait)
-    try:
-        import fcntl
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = _opened_once(path, wait=wait)
+        try:
+            import fcntl
 
-        fcntl.lockf(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except ModuleNotFoundError:  # Windows
-        pass
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            with stream:
-                raise Locked(stream) from error
-    except BaseException:  # an interrupt, whose traceback may keep the stream
-        stream.close()
-        raise
-    return stream
+            fcntl.lockf(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except ModuleNotFoundError:  # Windows
+            pass
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                with stream:
+                    raise Locked(stream) from error
+        except BaseException:  # an interrupt, whose traceback may keep the stream
+            stream.close()
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(stream.fileno()), os.lstat(path)):
+                return stream
+        stream.close()  # the holder before removed the file: somebody else may lock another by its name
 
 
 def _opened_once(path: Path, *, wait: bool) -> IO[str]:
@@ -303,7 +309,8 @@ def _opened_once(path: Path, *, wait: bool) -> IO[str]:
             other = _held.get(key)
             if other is None or other.closed:
                 _held[key] = stream = opened_to_write(path, append=True)
+                _takers[stream] = threading.current_thread()
                 return stream
-            if not wait:
+            if not wait or _takers[other] is threading.current_thread():
                 raise Locked(other)
         time.sleep(0.1)

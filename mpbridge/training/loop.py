@@ -103,10 +103,11 @@ def _claim(run: Run, claims: ExitStack) -> None:
         claims.enter_context(store.claim(Path(folder), setting="logger.log_dir", name=store.LOGGER))
     if folder := run.checkpoint.get("save"):
         claims.enter_context(store.claim(Path(folder)))
+        store.put_back(Path(folder))
 
 
-def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:
-    """The hooks that a run's sections require, in order of execution. show: prints a table or a line; None: no output."""
+def default_hooks(run: Run, show: Callable[[Any], None]) -> list[Hook]:
+    """The hooks that a run's sections require, in order of execution. show: prints a table or a line."""
     audit: Any = AuditHook(
         mode=run.train["audit"],
         folder=run.logger["log_dir"],
@@ -123,9 +124,9 @@ def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[H
 
 
 class EmulationNotes(Hook):
-    """Shows the emulation's notes when an engine is built, and keeps them for the summary. show: prints a line; None: silence."""
+    """Shows the emulation's notes when an engine is built, and keeps them for the summary. show: prints a line."""
 
-    def __init__(self, show: Callable[[Any], None] | None) -> None:
+    def __init__(self, show: Callable[[Any], None]) -> None:
         self.show = show
 
     def built(self, training: Training) -> None:
@@ -135,8 +136,7 @@ class EmulationNotes(Hook):
             return
         first, *others = emulation.notes()
         training.notes["emulation"] = first
-        if self.show is not None:
-            self.show("\n".join([first, "not as on the GPU:", *(f"  - {note}" for note in others)]))
+        self.show("\n".join([first, "not as on the GPU:", *(f"  - {note}" for note in others)]))
 
 
 class _Steps:

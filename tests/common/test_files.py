@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,32 @@ def test_a_thread_waits_for_the_lock_of_another(tmp_path: Path) -> None:
         assert not done.wait(0.5)
     assert done.wait(60)
     thread.join()
+
+
+def test_a_thread_does_not_wait_for_itself(tmp_path: Path) -> None:
+    with lock(tmp_path / "lock", wait=True) as held:
+        held.write("the first\n")
+        with pytest.raises(Locked, match="the first"):
+            lock(tmp_path / "lock", wait=True)
+    lock(tmp_path / "lock", wait=True).close()
+
+
+def test_a_lock_on_a_file_that_its_holder_removes_is_taken_on_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, own = tmp_path / "folder" / "lock", fcntl.lockf
+
+    def removed_meanwhile(*args: Any) -> None:
+        monkeypatch.setattr(fcntl, "lockf", own)
+        own(*args)
+        file.unlink()
+        file.parent.rmdir()
+
+    monkeypatch.setattr(fcntl, "lockf", removed_meanwhile)
+    with lock(file, wait=False) as held:
+        held.write("the second")
+        held.flush()
+        assert file.read_text() == "the second"
 
 
 def test_an_interrupt_while_waiting_for_another_process_leaves_nothing_locked(

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
+from mpbridge.common.errors import BadValue, CheckpointError, Contradiction, DataError
 from mpbridge.common.report.metrics import EVENTS
 from mpbridge.settings.training import parse_nonfinite
 from mpbridge.training import loop
@@ -159,7 +159,19 @@ def test_a_checkpoint_that_was_not_finished_leaves_nothing(tmp_path, monkeypatch
     monkeypatch.setattr("mpbridge.training.checkpoint.io.Writing.done", lambda writing: False)
     with pytest.raises(KeyError, match="own fault"):
         go(run(checkpoint={"save": str(tmp_path), "save_interval": 3, "async_save": True}), Leaves())
-    assert os.listdir(tmp_path) == [store.WRITER]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_is_refused_for_its_data_leaves_nothing(tmp_path, monkeypatch):
+    def refused(*_):
+        raise DataError("packing failed")
+
+    monkeypatch.setattr(loop, "Feed", refused)
+    for log in ("log", "kept/there"):
+        made = run(checkpoint={"save": str(tmp_path / "kept" / "there")}, logger={"log_dir": str(tmp_path / log)})
+        with pytest.raises(DataError, match="packing failed"):
+            go(made)
+        assert os.listdir(tmp_path) == []
 
 
 class Signal(Hook):
@@ -284,8 +296,8 @@ class ClaimsAtTheEnd(Hook):
         self.folder, self.refused = folder, False
 
     def closed(self):
-        with pytest.raises(CheckpointError, match="is writing its run to"):
-            store.claim(self.folder)
+        with pytest.raises(CheckpointError, match="is writing its run to"), store.claim(self.folder):
+            pass
         self.refused = True
 
 
@@ -293,7 +305,8 @@ def test_the_folder_stays_the_runs_own_until_its_hooks_are_closed(tmp_path):
     hook = ClaimsAtTheEnd(tmp_path)
     go(run(iters=1, checkpoint={"save": str(tmp_path)}), hook)
     assert hook.refused
-    store.claim(tmp_path).close()
+    with store.claim(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize(("section", "name"), [("logger", "log_dir"), ("checkpoint", "save")])
@@ -341,7 +354,7 @@ def test_a_full_disk_is_said_and_leaves_no_half(tmp_path, background):
     assert "CheckpointError: a checkpoint could not be written to" in process.text
     assert "iB free there" in process.text
     assert "file system is full (disk" in process.text
-    assert os.listdir(kept) == [store.WRITER]
+    assert not kept.exists()
 
 
 @pytest.fixture
@@ -365,5 +378,5 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(small_disk, background
         go(run("fp32", iters=6, checkpoint=kept))
     assert "file system is full (disk" in str(told.value)
     assert f"the latest complete one is {small_disk / 'kept' / 'step_00000002'}" in str(told.value)
-    assert sorted(os.listdir(small_disk / "kept")) == [store.WRITER, "latest", "step_00000002"]
+    assert sorted(os.listdir(small_disk / "kept")) == ["latest", "step_00000002"]
     assert sorted(go(run("fp32", iters=4, checkpoint={"load": str(small_disk / "kept")})).losses) == [3, 4]

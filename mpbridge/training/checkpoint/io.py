@@ -116,10 +116,8 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False, weigh
             return _strangers_weights(training, place, path, reset=reset)
         answer = judge(found, training.run, path, reset=reset)
         with _explained(path, None), Contents(place) as contents:
-            plain, weights_only = (
-                {} if weights_alone else _run_state(contents, training.counters),
-                answer.kind == "weights only",
-            )
+            plain = {} if weights_alone else _run_state(contents, training.counters)
+            weights_only = answer.kind == "weights only"
             own = of_run(training.run)
             names = ("policy", "realization", "engine", "parallel", "distributed", "optimizer")
             others = [name for name in names if getattr(found, name) != getattr(own, name)]

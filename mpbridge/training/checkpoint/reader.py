@@ -176,16 +176,12 @@ def converted(path: Path, room: Path) -> Path:
 
 def _run(source: Path, out: Path, whose: str) -> None:
     command = [sys.executable, "-I", "-B", "-W", "ignore", "-c", _START, str(_ROOT), str(source), str(out), whose]
-    with subprocess.Popen(
-        command, env={}, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    ) as process:  # fmt: skip
-        try:
-            _, said = process.communicate()
-        except BaseException:
-            process.kill()
-            raise
-    if code := process.returncode:
-        text = said.decode(errors="replace").strip()
+    nothing, kept = subprocess.DEVNULL, subprocess.PIPE
+    done = subprocess.run(
+        command, env={}, cwd="/", stdin=nothing, stdout=nothing, stderr=kept, start_new_session=True, check=False
+    )
+    if code := done.returncode:
+        text = done.stderr.decode(errors="replace").strip()
         ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         if code == 1 and text:
             raise CheckpointError(text.splitlines()[-1][:2000])

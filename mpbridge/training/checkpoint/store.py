@@ -1,7 +1,7 @@
 """Checkpoint folders on disk: written under a temporary name, sealed by checksums and a rename, pruned, and found again. Loads no framework.
 
 A folder of checkpoints has a `step_00000120/` for each one and `latest`, a text file that names the newest. Checkpoints being written are
-named `.partial-...` and those being removed `.dropped-...`, so every `step_...` is complete. `.writer` names the run that saves there.
+named `.partial-...` and those being removed `.dropped-...`, so every `step_...` is complete. `.replaced-...`: see _REPLACED. `.writer` names the run that saves there.
 Whatever lies there may be a stranger's: links are not followed, and only regular files are opened.
 """
 
@@ -18,13 +18,13 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import Locked, lock, opened_inside, read_json
+from mpbridge.common.files import Locked, folder_for, lock, opened_inside, read_json
 from mpbridge.training.checkpoint.format import METADATA
 
 MANIFEST = "manifest.json"
@@ -43,6 +43,8 @@ AuditMark = Literal["good", "suspect", "unaudited"]
 LAST_STEP = 1 << 40
 """Upper bound of a run's steps; a larger number is invalid."""
 _NAME = re.compile(r"^step_(\d{8,})$")
+_REPLACED = re.compile(r"^\.replaced-(step_\d{8,})-[0-9a-f]{8}$")
+"""A checkpoint that makes room for a new one of its step, where names cannot be exchanged: a writer killed just then leaves it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +61,25 @@ def name_of(step: int) -> str:
 
 
 def saved(folder: Path) -> list[Saved]:
-    """Every sealed checkpoint in `folder`, newest first; links are not followed."""
+    """Every sealed checkpoint in `folder`, newest first; links are not followed. What a killed writer was replacing counts if there is nothing new."""
     if not folder.is_dir():
         return []
-    folders = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
-    found = ((entry, _NAME.match(entry.name)) for entry in folders)
-    return sorted((Saved(step=int(match[1]), path=entry) for entry, match in found if match), key=lambda s: -s.step)
+    folders = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()]
+    found = {match[1]: entry for entry in folders if (match := _REPLACED.match(entry.name))}
+    found |= {entry.name: entry for entry in folders if _NAME.match(entry.name)}
+    made = (Saved(step=int(name.removeprefix("step_")), path=entry) for name, entry in found.items())
+    return sorted(made, key=lambda one: -one.step)
+
+
+def put_back(folder: Path) -> None:
+    """Gives what a killed writer was replacing its name again, or removes it if the new one is there. For the run that has claimed the folder."""
+    for entry in list(folder.iterdir()):
+        if match := _REPLACED.match(entry.name):
+            final = folder / match[1]
+            if os.path.lexists(final):
+                discard(_away(entry))
+            else:
+                entry.rename(final)
 
 
 def offered(folder: Path) -> list[Saved]:
@@ -97,28 +112,36 @@ def locate(where: Path) -> Path:
     raise CheckpointError(f"{where}: {found} (expected a folder with {name_of(0)[:-1]}... folders, or one of them)")
 
 
-def claim(folder: Path, *, setting: str = "checkpoint.save", name: str = WRITER) -> IO[str]:
-    """Makes this process the one whose run writes to `folder`, which `setting` names, until the result is closed. name: of the file that is locked.
+@contextlib.contextmanager
+def claim(folder: Path, *, setting: str = "checkpoint.save", name: str = WRITER) -> Iterator[None]:
+    """Makes this process the one whose run writes to `folder`, which `setting` names. name: of the file that is locked.
 
-    Raises CheckpointError naming the current holder, if any."""
-    try:
-        stream = lock(folder / name, wait=False)
-    except Locked as other:
-        raise CheckpointError(
-            f"{other.holder or 'another process'} is writing its run to {folder}: wait for it, stop it, or choose another {setting}"
-        ) from None
-    except OSError as error:
-        why = f"{setting}={folder}: {name}: {error.strerror or error} (expected a folder that this user may write to, or a path where one can be created)"
-        raise CheckpointError(why) from None
-    try:
-        stream.truncate(0)
-        stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        stream.flush()
-    except BaseException:
-        with contextlib.suppress(OSError):  # closing writes again
-            stream.close()
-        raise
-    return stream
+    If the body fails, what was not there before (the file, an empty folder) is removed. Raises CheckpointError naming the current holder, if any."""
+    file = folder / name
+    new = not os.path.lexists(file)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(folder_for(folder))
+            stream = lock(file, wait=False)
+        except Locked as other:
+            raise CheckpointError(
+                f"{other.holder or 'another process'} is writing its run to {folder}: wait for it, stop it, or choose another {setting}"
+            ) from None
+        except OSError as error:
+            why = f"{setting}={folder}: {name}: {error.strerror or error} (expected a folder that this user may write to, or a path where one can be created)"
+            raise CheckpointError(why) from None
+        try:
+            stream.truncate(0)
+            stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            stream.flush()
+            yield
+        except BaseException:
+            if new:
+                file.unlink(missing_ok=True)
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # closing writes again
+                stream.close()
 
 
 def step_of(path: Path) -> int:
@@ -205,7 +228,7 @@ def seal(
     folder, final = partial.parent, partial.parent / name_of(step)
     old: Path | None = partial  # the same step saved again, after a rollback: a kill leaves one of the two
     if not _exchanged(partial, final):
-        old = _away(final, "aside-") if os.path.lexists(final) else None  # a name that `begin` does not remove
+        old = _away(final, ".replaced-") if os.path.lexists(final) else None
         partial.rename(final)
     _sync(folder)
     write_whole(folder / LATEST, final.name + "\n")
@@ -380,7 +403,4 @@ def discard(path: Path) -> None:
 
 def newest_whole(folder: Path, *, until: int = LAST_STEP) -> Saved | None:
     """The newest checkpoint in `folder`, of step `until` at most, that passes `check` and is not suspect; None if there is none."""
-    for entry in saved(folder):
-        if entry.step <= until and _sound(entry.path):
-            return entry
-    return None
+    return next((entry for entry in saved(folder) if entry.step <= until and _sound(entry.path)), None)

@@ -46,8 +46,6 @@ _FUNCTION = (
     "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "position_embedding_type", *YARN, "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function", "lora_alpha",
 )  # fmt: skip
 """Settings of the model that change what it computes from the same tensors."""
-_FAMILY: Mapping[str, str] = dict.fromkeys(ADAMS, "adam")
-"""Optimizers with the same states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ class Fingerprint:
     @property
     def family(self) -> str:
         """The optimizer, or what stands for all with the same states."""
-        return _FAMILY.get(self.optimizer, self.optimizer)
+        return "adam" if self.optimizer in ADAMS else self.optimizer
 
     def kept(self) -> Mapping[str, Holding]:
         """What such a run keeps of a parameter (`memory.keeps`). Raises UnknownName for an engine that is not installed here."""

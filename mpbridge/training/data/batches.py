@@ -176,7 +176,7 @@ class Corpus:
     def dataset(self, split: str, samples: int) -> Any:
         """The GPTDataset of `split` with at least `samples` samples, a BlendedDataset for several pairs; repeats the text if there is less.
 
-        Call it on every rank.
+        Call it on every rank; the blend of megatron-core 0.16.1 asks for its rank without checking that there is a process group.
         """
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -190,7 +190,7 @@ class Corpus:
         for index in map(pair_index, prefixes):  # without a single token the library would loop forever
             if not index.holds_tokens(config.split_matrix[place]):
                 raise DataError(nothing_left(self.split, split, index.prefix, index.sequences))
-        with _some_group(len(prefixes) > 1), _alone(Path(config.path_to_cache)):
+        with _alone(Path(config.path_to_cache)):
             try:
                 return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
             except Exception as error:
@@ -297,30 +297,15 @@ def _prepared(
     sources = find(corpus)
     if sources.prefixes:
         return sources.prefixes, ()
-    key = data.get("json_key") or "text"
-    keys = (key,) if isinstance(key, str) else tuple(key)
     done = prepare(
         sources.files,
         cache=cache_folder(data.get("cache_dir")),
         tokenizer_name=str(data.get("tokenizer") or "byte"),
         end=data.get("end_of_text"),
-        keys=keys,
+        keys=(data.get("json_key") or "text",),
         told=told,
     )
     return done.prefixes, (done,)
-
-
-@contextmanager
-def _some_group(needed: bool) -> Iterator[None]:
-    """A process group of one if there is none: BlendedDataset of megatron-core 0.16.1 asks for its rank without checking."""
-    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
-
-    made = needed and start_process_group(False)
-    try:
-        yield
-    finally:
-        if made:
-            stop_process_group()
 
 
 @contextmanager

@@ -264,21 +264,15 @@ def _texts(files: Sequence[Path], data: Mapping[str, Any]) -> list[str]:
     closed = [path for path in files if not os.access(path, os.R_OK)]
     if closed:
         return [f"{closed[0]} cannot be read: no permission"]
-    skipped = _first_text(files, [data["json_key"] or "text"])
-    return [] if skipped is None else [no_text(skipped, [data["json_key"] or "text"])]
-
-
-def _first_text(files: Sequence[Path], keys: Sequence[str]) -> Counter[str] | None:
-    """None if a usable text was found or enough was searched; otherwise why there is none."""
-    skipped: Counter[str] = Counter()
+    keys, skipped = [data["json_key"] or "text"], Counter[str]()
     for path in files:
         if path.stat().st_size > MOST_BYTES and not is_json_lines(path):
-            return None  # a text of that length
+            return []  # a text of that length
         for found in records(path, keys):
             if not isinstance(found, Skip) or found.read > MOST_BYTES or skipped.total() > MOST_RECORDS:
-                return None
+                return []  # usable, or enough was searched
             skipped[found.reason] += 1
-    return skipped
+    return [no_text(skipped, keys)]
 
 
 def no_text(skipped: Mapping[str, int], keys: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,19 +143,27 @@ FETCHED = [FILE, "tokenizer_config.json", "special_tokens_map.json", "config.jso
 
 
 class FileTokenizer:
-    """A tokenizer from files with the interface of megatron-core's GPTDataset. Special tokens that appear in a text are treated as text."""
+    """A tokenizer from files with the interface of megatron-core's GPTDataset: nothing is added, truncated or padded, and special tokens in a text are text."""
 
-    def __init__(self, files: TokenizerFiles, encode: Callable[[str], list[int]]) -> None:
-        if files.end is None:
-            raise DataError(files.without_end())
-        self.end_line = files.end_line()
-        self.tokenize, self.eod, self.vocab_size = encode, files.end, files.size
+    def __init__(self, files: TokenizerFiles) -> None:
+        from tokenizers import Tokenizer
+
+        self._made = Tokenizer.from_file(str(files.file))
+        self._made.no_truncation()
+        self._made.no_padding()
+        self._made.encode_special_tokens = True
+        self.end_line, self.eod, self.vocab_size = files.end_line(), files.end, files.size
         if files.pad is not None:
             # megatron-core's GPTDataset pads with it and masks its loss; without the attribute it uses an id that no token has
             self.pad = files.pad
         with files.file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         self.unique_identifiers = {"library": LIBRARY, "sha256": digest}
+
+    def tokenize(self, text: str) -> list[int]:
+        """The text's tokens."""
+        found: list[int] = self._made.encode(text, add_special_tokens=False).ids
+        return found
 
 
 def tokenizer(name: str = BYTE, end: str | int | None = None, *, code: bool = True) -> Any:
@@ -180,13 +188,14 @@ def tokenizer(name: str = BYTE, end: str | int | None = None, *, code: bool = Tr
         files = tokenizer_files(name, end)
     except MpbridgeError as error:
         raise DataError(str(error)) from None
+    if files.end is None:
+        raise DataError(files.without_end())
     try:
-        encode = _encoder(files)
+        return FileTokenizer(files)
     except ImportError:
         raise DataError(f"data.tokenizer={name!r} needs the package {LIBRARY}: {EXTRA}") from None
     except Exception as error:
         raise DataError(f"data.tokenizer={name!r}: {LIBRARY} cannot use {files.file}: {error}") from error
-    return FileTokenizer(files, encode)
 
 
 def _bytes(end: str | int | None) -> Any:
@@ -197,22 +206,6 @@ def _bytes(end: str | int | None) -> Any:
     # the library's default end of document is 0, which is also a byte
     special = {"_eos_id": 256, "_pad_id": 257, "_bos_id": 258, "vocab_size": BYTE_VOCABULARY}
     return MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"}, **special)
-
-
-def _encoder(files: TokenizerFiles) -> Callable[[str], list[int]]:
-    """Encoding by the library: nothing added, truncated or padded, and no special tokens recognised in a text."""
-    from tokenizers import Tokenizer
-
-    made = Tokenizer.from_file(str(files.file))
-    made.no_truncation()
-    made.no_padding()
-    made.encode_special_tokens = True
-
-    def encode(text: str) -> list[int]:
-        found: list[int] = made.encode(text, add_special_tokens=False).ids
-        return found
-
-    return encode
 
 
 def fetch(name: str) -> None:

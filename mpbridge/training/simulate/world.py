@@ -84,24 +84,13 @@ def default_ranks(run: Run) -> tuple[int, ...]:
     return tuple(sorted({*(stage * every for stage in stages), run.world_size - 1}))
 
 
-def _preload() -> None:
-    """Imports what every rank needs once; child processes inherit it."""
-    import warnings
-
-    shown, warnings.showwarning = warnings.showwarning, lambda *given, **named: None
-    try:  # megatron-core warns at import about missing Transformer Engine and Apex
-        importlib.import_module("mpbridge.backend.megatron.process").import_all()
-        importlib.import_module("mpbridge.training.simulate.rank")
-    finally:
-        warnings.showwarning = shown
-
-
 class _Nursery:
     """A process that imports what every rank needs once, and forks a child per rank."""
 
     def __init__(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))
+        # megatron-core warns while it is imported of what is not installed
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _START, str(theirs.fileno())],
             env=os.environ | {"PYTHONPATH": path},
@@ -163,7 +152,8 @@ def _enter(stage: ExitStack, run: Run) -> str:
             # before torch's factories are wrapped, since a default device would otherwise not reach them
             importlib.import_module("torch.utils._device")._device_constructors()
             stage.enter_context(importlib.import_module("mpbridge.te_cpu.context").stage_of(run))
-        _preload()
+        importlib.import_module("mpbridge.backend.megatron.process").import_all()
+        importlib.import_module("mpbridge.training.simulate.rank")
     except MpbridgeError as error:
         return f"cannot be built: {error}"
     return ""
@@ -185,9 +175,6 @@ def _apart(run: Run, rank: int, step: bool) -> Simulated | str:
 
 
 def _child(answer: Any, run: Run, rank: int, step: bool) -> None:
-    import warnings
-
-    warnings.filterwarnings("ignore")
     try:
         from mpbridge.training.simulate.rank import simulate_rank
 

@@ -255,14 +255,13 @@ def test_control_the_payload_acts_in_an_unpickler(place, tmp_path, route):
 
 
 def loading(place):
-    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.training.process import process_group
 
-    start_process_group(False)
-    try:
-        go(run("bf16_mixed", world=2, iters=3, checkpoint={"load": place}))
-    except CheckpointError as error:
-        print("refused", error)
-    stop_process_group()
+    with process_group(False):
+        try:
+            go(run("bf16_mixed", world=2, iters=3, checkpoint={"load": place}))
+        except CheckpointError as error:
+            print("refused", error)
 
 
 def test_every_rank_ends_with_the_line(place, tmp_path):

@@ -79,15 +79,14 @@ def _write() -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     from mpbridge.backend.devices import device_layer
-    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.training.process import process_group
     from tests import megatron_checkpoints
 
     def state(common: dict[str, Any]) -> dict[str, Any]:
         tensors = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in weights().items()}
         return {"tensors": tensors, "rng": ShardedObject("rng", RNG, (1,), (0,))} | common
 
-    start_process_group(False)
-    with device_layer(False), tarfile.open(SAVED, "w:xz") as archive:
+    with process_group(False), device_layer(False), tarfile.open(SAVED, "w:xz") as archive:
         for name, common in (("lm", PLAIN | {"args": arguments()}), ("plain", PLAIN)):
             folder = Path(tempfile.mkdtemp()) / name
             folder.mkdir()
@@ -97,7 +96,6 @@ def _write() -> None:
                 entry = tarfile.TarInfo(f"{name}/{file.name}")
                 entry.size = len(content)
                 archive.addfile(entry, io.BytesIO(content))
-    stop_process_group()
 
 
 if __name__ == "__main__":

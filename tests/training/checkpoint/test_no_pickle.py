@@ -253,15 +253,16 @@ def test_the_name_of_the_writer_is_not_written_through_a_link(tmp_path, kind):
         "fifo": lambda: os.mkfifo(writer),
         "folder": writer.mkdir,
     }[kind]()
-    with pytest.raises(CheckpointError, match=r"\.writer (is a|has a second name)"):
-        store.claim(folder)
+    with pytest.raises(CheckpointError, match=r"\.writer (is a|has a second name)"), store.claim(folder):
+        pass
     assert outside.read_text() == "precious"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept", "precious"]
 
 
 def test_a_place_that_takes_no_folder_is_named_with_its_setting():
-    with pytest.raises(CheckpointError, match=r"checkpoint\.save=/proc/x: .*expected a folder"):
-        store.claim(Path("/proc/x"))
+    said = r"checkpoint\.save=/proc/x: .*expected a folder"
+    with pytest.raises(CheckpointError, match=said), store.claim(Path("/proc/x")):
+        pass
 
 
 def test_latest_and_a_sealed_name_are_not_written_through_links(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from mpbridge.backend.engines.base import amaxes_kept
 from mpbridge.common.errors import CheckpointError, Contradiction
 from mpbridge.training import checkpointer
-from mpbridge.training.process import with_weights
+from mpbridge.training.process import process_group, with_weights
 from tests.training.checkpoint.test_resume import DELAYED, DIST
 from tests.training.survival import Hook, go, run
 
@@ -178,15 +178,9 @@ def test_a_rate_of_its_own_for_the_output_layer_holds_behind_a_resume(tmp_path, 
 
 
 def test_an_engine_takes_the_weights_of_a_run_alone(tmp_path):
-    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
-
     go(run(iters=2, checkpoint={"save": str(tmp_path)}))
-    start_process_group(False)
-    try:
-        with with_weights(run(iters=2), tmp_path / "step_00000002", cuda=False) as engine:
-            assert engine.named_parameters()
-    finally:
-        stop_process_group()
+    with process_group(False), with_weights(run(iters=2), tmp_path / "step_00000002", cuda=False) as engine:
+        assert engine.named_parameters()
 
 
 class Wrong(Hook):

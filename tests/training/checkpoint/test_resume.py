@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -223,6 +224,24 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
     # and what was set aside still is a checkpoint
     aside = next(tmp_path.glob("aside-step_00000005-*"))
     assert sorted(go(run("bf16_mixed", iters=6, checkpoint={"load": str(aside)})).losses) == [6]
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_the_old_one_to_resume_from(tmp_path, monkeypatch):
+    """Where the file system exchanges no names: between the two renames no folder has the step's own name."""
+    kept = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 2}
+    go(run("bf16_mixed", iters=2, checkpoint=kept))
+    partial = store.begin(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_exchanged", lambda *_: False)
+        patch.setattr(
+            Path, "rename", lambda path, to: pytest.fail("killed") if path == partial else Path(shutil.move(path, to))
+        )
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            store.seal(partial, 2)
+    assert not (tmp_path / "step_00000002").exists()
+    resumed = go(run("bf16_mixed", iters=4, checkpoint=kept))
+    assert sorted(resumed.losses) == [3, 4]
+    assert sorted(os.listdir(tmp_path)) == [store.WRITER, "latest", "step_00000002", "step_00000004"]
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over_by_a_new_one_or_one_from_elsewhere(saved, tmp_path):

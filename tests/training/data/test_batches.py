@@ -15,6 +15,7 @@ from mpbridge.common.errors import DataError
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.data.batches import FIELDS, Feed
 from mpbridge.training.data.prepare import pair
+from mpbridge.training.process import process_group
 
 SEQ = 16
 
@@ -214,7 +215,8 @@ def test_several_prefixes_are_blended_for_as_long_as_the_run_lasts(tmp_path: Pat
         source = tmp_path / f"{letter}.txt"
         source.write_text(f"{letter * 30}\n" * 100)
         pairs.append(prepare([source], cache=tmp_path / "pairs").prefixes[0])
-    tokens = torch.cat(_take(batches(_run(tmp_path, corpus=pairs, train_iters=300), "train"), 600))
+    with process_group(False):
+        tokens = torch.cat(_take(batches(_run(tmp_path, corpus=pairs, train_iters=300), "train"), 600))
     share = (tokens == ord("a")).sum() / ((tokens == ord("a")).sum() + (tokens == ord("b")).sum())
     assert 0.4 < share < 0.6
 

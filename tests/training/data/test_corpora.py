@@ -11,6 +11,7 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.training.data.batches import open_corpus
 from mpbridge.training.data.sources import find
+from mpbridge.training.process import process_group
 
 ROWS = [{"text": f"row {n} " + "x" * n, "title": f"t{n}"} for n in range(40)]
 
@@ -50,7 +51,8 @@ def test_a_blend_reads_each_entry_as_often_as_its_weight_says(tmp_path: Path) ->
     # the second is forty times as long and is to be read a third as often
     files = [str(lines(tmp_path / "a.txt", "a", 100)), str(lines(tmp_path / "b.txt", "b", 4000))]
     data = {"corpus": files, "weights": [3.0, 1.0], "cache_dir": str(tmp_path / "cache")}
-    dataset = open_corpus(data, seq_length=32, seed=1).dataset("train", 400)
+    with process_group(False):
+        dataset = open_corpus(data, seq_length=32, seed=1).dataset("train", 400)
     from_first = sum(ord("a") in dataset[n]["tokens"].tolist() for n in range(400))
     assert from_first == pytest.approx(300, abs=2)
     with pytest.raises(DataError, match="expected a number above 0 for each of the 2 entries"):

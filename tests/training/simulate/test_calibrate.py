@@ -12,13 +12,13 @@ from mpbridge.planning.estimate.constants import read_machine
 from tests.worlds import reported
 
 HURRIED = """
-import datetime, json, pathlib, sys, time
+import datetime, functools, json, pathlib, sys, time
 import torch, torch.distributed as dist
 from mpbridge.training.simulate import calibrate
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 clock, called = time.perf_counter, []
-calibrate.time.perf_counter = lambda: clock() * (1 + 9 * dist.get_rank())
+calibrate.Timer = functools.partial(calibrate.Timer, timer=lambda: clock() * (1 + 9 * dist.get_rank()))
 calibrate.dist.all_reduce = lambda tensor, reduce=dist.all_reduce: called.append(1) or reduce(tensor)
 calibrate._link(0.3, torch.device("cpu"))
 counts = [None] * 2
