@@ -118,7 +118,7 @@ class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         self.config = config
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(self, **unused: bool) -> type:
         """torch's norm, chosen by the config's `normalization`."""
         return Norm
 
