@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
@@ -112,11 +113,19 @@ class Norm:
 class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
     """megatron-core's local modules, with norms, attention and experts that run on a CPU in every parallel layout.
 
-    A subclass that returns other linears (`column_parallel_linear`, `row_parallel_linear`) changes every linear of every layer, which is what the emulation does.
+    linears: the column parallel and the row parallel one of every layer, which an emulation replaces.
     """
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, config: Any, linears: tuple[type, type] = (ColumnParallelLinear, RowParallelLinear)) -> None:
+        self.config, self.linears = config, linears
+
+    def column_parallel_linear(self) -> type:
+        """The first of `linears`."""
+        return self.linears[0]
+
+    def row_parallel_linear(self) -> type:
+        """The second of `linears`."""
+        return self.linears[1]
 
     def layer_norm(self, **unused: bool) -> type:
         """torch's norm, chosen by the config's `normalization`."""
@@ -128,4 +137,4 @@ class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
 
     def grouped_mlp_modules(self, *unused: bool, **named: bool) -> Any:
         """Always sequential experts: grouped GEMMs are CUDA kernels."""
-        return experts_in_turn(self.column_parallel_linear(), self.row_parallel_linear())
+        return experts_in_turn(*self.linears)
