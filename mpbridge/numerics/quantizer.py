@@ -195,26 +195,24 @@ class Quantizer(Nvfp4):
         self._stashed.clear()
 
     def _blocks(self, x: torch.Tensor, side: Side, copy: OperandCopy, wide: bool) -> Operand:
-        number = self.format_of(side)
-        rule = kernels.BLOCK_RULES[self.rule]
+        number, block = self.format_of(side), self.block(side)
         # an fp32 scale times a code has too many bits for bf16, whatever its size
-        dtype = torch.float32 if wide or not (rule.powers_of_two or self._power_of_two) else self.out
-        block = self.block(side)
+        dtype = torch.float32 if wide or not (block.scale == "e8m0" or self._power_of_two) else self.out
         padded, shape = operands.padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
         view = operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
         if block.across > 1:
             amax = operands.square_peaks(self._kernel(kernels.peaks, view)(view), block.along)
             factors = tuple(operands.spread(one, block.along) for one in self._factors(amax, side, x.dtype))
         else:
-            fixed = (rule.factors, number, self._power_of_two, self.rules)
+            fixed = (kernels.BLOCK_RULES[self.rule], number, self._power_of_two, self.rules)
             factors = self._kernel(kernels.block_scales, view, *fixed)(view)
         out = self._kernel(kernels.values, view, number, dtype)(view, *factors)
         return Operand(operands.cropped(out.view(padded.shape), shape))
 
     def _factors(self, amax: torch.Tensor, side: Side, dtype: torch.dtype) -> kernels.TensorPair:
         """(multiplier before the cast, factor after it) of blocks with those amaxes, of an operand of that dtype."""
-        factors = kernels.BLOCK_RULES[self.rule].factors
-        return factors(amax, self.format_of(side), torch.finfo(dtype).max, self._power_of_two, self.rules)
+        largest = torch.finfo(dtype).max
+        return kernels.BLOCK_RULES[self.rule](amax, self.format_of(side), largest, self._power_of_two, self.rules)
 
     # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
     def end_forward(self, group: Any = None) -> None:
