@@ -44,7 +44,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         shared = query.shape[2] // key.shape[2]
         if shared > 1:
             key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
-        scale = self.softmax_scale or query.shape[-1] ** -0.5
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         dropout = self.dropout if self.training else 0.0
         if dropout or query.shape[0] > LONGEST:
             return self._flash(query, key, value, scale, dropout)
@@ -54,6 +54,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     def _flash(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropout: float
     ) -> torch.Tensor:
+        if scale <= 0:  # torch's flash kernel multiplies its mask's minus infinity too, and returns NaN
+            query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         # if heads are split over tensor-parallel ranks, each draws its own dropout pattern; under sequence parallelism megatron-core forks the RNG state outside
         fork = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
