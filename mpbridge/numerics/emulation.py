@@ -93,28 +93,18 @@ class Emulation(Pausable):
             raise Refused(f"{', '.join(odd)} with {policy.compute.short} compute: {why}")
         self.policy, self.release, self.environment, self.options = policy, number, read, options
 
-    def switch(
-        self,
-        policy: PrecisionPolicy,
-        *,
-        release: str | Release | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def switch(self, policy: PrecisionPolicy, *, release: str | Release | None = None) -> None:
         """Switches to another policy on the same, built model, as if it had been built with it: scales, histories and random bits start afresh.
 
-        Weights, optimizer and hooks stay. release: None: the current one. environment: None: the current one. Call it between steps. Raises what
-        the constructor and `attach` raise, and Refused for another compute dtype; after an error the current policy stays in force.
+        Weights, optimizer and hooks stay. release: None: the current one. Call it between steps. Raises what the constructor and `attach` raise, and
+        Refused for another compute dtype; after an error the current policy stays in force.
         """
         own, other = self.policy.compute, policy.compute
         if own is not other:
             what = f"a policy that computes in {other.short} needs a model built for it"
             raise Refused(f"the model computes in {own.short}; {what}")
         before = (self.policy, self.release, self.environment)
-        self._rule(
-            policy,
-            self.release if release is None else release,
-            self.environment if environment is None else environment,
-        )
+        self._rule(policy, self.release if release is None else release, self.environment)
         placed = self._placed
         self._placed = [p._replace(gemms=policy.gemms_at(p.below, p.layer, p.layers, p.name)) for p in placed]
         try:

@@ -18,7 +18,6 @@ import shutil
 import types
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,19 +72,10 @@ def mxfp8_block_factors(
     return mxfp8_factors(mxfp8_exponent(amax, number), rules)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRule:
-    """How a scaling by blocks makes scales."""
-
-    factors: Factors
-    powers_of_two: bool = False
-    """Whether every scale is a power of two, so that BF16 holds scale times code exactly."""
-
-
-BLOCK_RULES: Mapping[str, BlockRule] = types.MappingProxyType(
+BLOCK_RULES: Mapping[str, Factors] = types.MappingProxyType(
     {
-        "fp32_blocks": BlockRule(blockwise_factors),
-        "e8m0_blocks": BlockRule(mxfp8_block_factors, powers_of_two=True),
+        "fp32_blocks": blockwise_factors,
+        "e8m0_blocks": mxfp8_block_factors,
     }
 )
 """`emulation` of a row of precision/scalings -> its arithmetic."""

@@ -62,15 +62,13 @@ def spread(factor: torch.Tensor, side: int) -> torch.Tensor:
     return factor.repeat_interleave(side, 1).unsqueeze(1)
 
 
-def padded_to_blocks(x: torch.Tensor, across: int, along: int, copy: OperandCopy) -> tuple[torch.Tensor, torch.Size]:
-    """(x padded with zeros to whole blocks, which changes no amax; its original shape)."""
+def padded_to_blocks(x: torch.Tensor, across: int, along: int, copy: OperandCopy) -> torch.Tensor:
+    """x padded with zeros to whole blocks, which changes no amax."""
     rows, columns = (across, along) if copy == "row" else (along, across)
     if across > 1:
         rows = columns = along
     more_rows, more_columns = -x.shape[0] % rows, -x.shape[1] % columns
-    if more_rows or more_columns:
-        return torch.nn.functional.pad(x, (0, more_columns, 0, more_rows)), x.shape
-    return x, x.shape
+    return torch.nn.functional.pad(x, (0, more_columns, 0, more_rows)) if more_rows or more_columns else x
 
 
 def cropped(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:

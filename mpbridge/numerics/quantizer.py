@@ -154,14 +154,12 @@ class Quantizer(Nvfp4):
             return x.float(), 1.0 / operand.alpha
         if rule == "e4m3_blocks":
             return self._explain_nvfp4(x, operand, side, copy)
-        block = self.block(side)
-        padded, shape = operands.padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
-        view = operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
+        block, padded, view = self._in_blocks(x, side, copy)
         amax = operands.square_peaks(kernels.peaks(view), block.along) if block.across > 1 else kernels.peaks(view)
         multiplier, _ = self._factors(amax, side, x.dtype)
         if block.across > 1:
             multiplier = operands.spread(multiplier, block.along)
-        return x.float(), operands.cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
+        return x.float(), operands.cropped(multiplier.expand(view.shape).reshape(padded.shape), x.shape)
 
     def _kernel(self, function: Any, x: torch.Tensor, *fixed: Any) -> Any:
         return kernels.kernel(function, self.compiled, (x.dim(), x.dtype), *fixed)
@@ -195,26 +193,28 @@ class Quantizer(Nvfp4):
         self._stashed.clear()
 
     def _blocks(self, x: torch.Tensor, side: Side, copy: OperandCopy, wide: bool) -> Operand:
-        number = self.format_of(side)
-        rule = kernels.BLOCK_RULES[self.rule]
+        number, (block, padded, view) = self.format_of(side), self._in_blocks(x, side, copy)
         # an fp32 scale times a code has too many bits for bf16, whatever its size
-        dtype = torch.float32 if wide or not (rule.powers_of_two or self._power_of_two) else self.out
-        block = self.block(side)
-        padded, shape = operands.padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
-        view = operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
+        dtype = torch.float32 if wide or not (block.scale == "e8m0" or self._power_of_two) else self.out
         if block.across > 1:
             amax = operands.square_peaks(self._kernel(kernels.peaks, view)(view), block.along)
             factors = tuple(operands.spread(one, block.along) for one in self._factors(amax, side, x.dtype))
         else:
-            fixed = (rule.factors, number, self._power_of_two, self.rules)
+            fixed = (kernels.BLOCK_RULES[self.rule], number, self._power_of_two, self.rules)
             factors = self._kernel(kernels.block_scales, view, *fixed)(view)
         out = self._kernel(kernels.values, view, number, dtype)(view, *factors)
-        return Operand(operands.cropped(out.view(padded.shape), shape))
+        return Operand(operands.cropped(out.view(padded.shape), x.shape))
+
+    def _in_blocks(self, x: torch.Tensor, side: Side, copy: OperandCopy) -> tuple[Block, torch.Tensor, torch.Tensor]:
+        """(The block, x padded to whole ones, the kernels' view of that.)"""
+        block = self.block(side)
+        padded = operands.padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
+        return block, padded, operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
 
     def _factors(self, amax: torch.Tensor, side: Side, dtype: torch.dtype) -> kernels.TensorPair:
         """(multiplier before the cast, factor after it) of blocks with those amaxes, of an operand of that dtype."""
-        factors = kernels.BLOCK_RULES[self.rule].factors
-        return factors(amax, self.format_of(side), torch.finfo(dtype).max, self._power_of_two, self.rules)
+        largest = torch.finfo(dtype).max
+        return kernels.BLOCK_RULES[self.rule](amax, self.format_of(side), largest, self._power_of_two, self.rules)
 
     # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
     def end_forward(self, group: Any = None) -> None:

@@ -9,7 +9,7 @@ import torch
 from mpbridge.common.errors import Refused
 from mpbridge.common.formats import E2M1, E4M3, NumberFormat
 from mpbridge.numerics.codes import TORCH_FP8, encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.numerics.operands import cropped, padded_to_blocks, spread, square_peaks, view_of
+from mpbridge.numerics.operands import cropped, spread, square_peaks
 from mpbridge.numerics.quantizer import Quantizer
 from mpbridge.numerics.scales import nvfp4_global, peaks_over, scale_from_amax
 
@@ -49,21 +49,19 @@ def stored(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
         return StoredWeight(codes, (1.0 / scale).expand(weight.shape[0], 1))
     if rule == "e4m3_blocks":
         return _nvfp4(quantizer, weight)
-    block = quantizer.block("w")
-    padded, shape = padded_to_blocks(weight, block.across, block.along, "row")
-    view = view_of(padded, block.along, "column" if block.across > 1 else "row")
+    block, padded, view = quantizer._in_blocks(weight, "w", "row")
     amax = _peaks(view)
     amax = square_peaks(amax, block.along) if block.across > 1 else amax
     multiplier, factor = quantizer._factors(amax, "w", weight.dtype)
     wide = spread(multiplier, block.along) if block.across > 1 else multiplier
     codes = _in_pieces(view, wide, number, amax * multiplier).view(padded.shape)
     if block.across > 1:
-        scales = factor.repeat_interleave(block.across, 0)[: shape[0]]
+        scales = factor.repeat_interleave(block.across, 0)[: len(weight)]
     else:
         scales = factor.view(padded.shape[0], -1)
     if block.scale == "e8m0":
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
-    return StoredWeight(cropped(codes, shape), scales)
+    return StoredWeight(cropped(codes, weight.shape), scales)
 
 
 def _rows(view: torch.Tensor) -> int:

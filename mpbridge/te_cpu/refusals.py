@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.played import KERNELS, kernel, now
 
-# --- each public name of torch.cuda and torch.accelerator: real, played, or refused. One table, which the refusals and the docs read --------
+# --- public names of torch.cuda and torch.accelerator: the others are played, or torch's own ----------------------------------------------
 _MEMORY = "there is no memory of a GPU to allocate from"
 _BOARD = "it reads a sensor of a real board"
 _POINTER = "it is a pointer into CUDA's runtime"
@@ -31,33 +31,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 """Name below torch -> why. `cuda_names` makes each raise Refused when it is called."""
-
-REAL: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("cuda.CudaError", "cuda.DeferredCudaCallError", "cuda.cudaStatus", "cuda.check_error", "cuda.has_half", "cuda.has_magma"), "types and constants"),
-        **dict.fromkeys(("cuda.get_gencode_flags", "cuda.memory_stats", "cuda.memory_summary", "cuda.host_memory_stats", "cuda.max_memory_cached", "cuda.memory_cached"), "torch's own, over played names"),
-        **dict.fromkeys((f"cuda.{name}" for name in ("amp", "graphs", "graph_annotations", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable")), "modules"),
-    }
-)  # fmt: skip
-"""Name below torch -> what it is: torch's own, unchanged."""
-
-PLAYED_BESIDE = (
-    "torch.load(map_location)", "torch.device(index)", "torch.Stream", "torch.Event", "torch.Generator", "torch.profiler.profile", "torch.autocast", "torch.compile (says that nothing is compiled)", "torch.set_default_device",
-    "torch.version.cuda", "Tensor.cuda, .to, .is_cuda, .get_device, .pin_memory, .is_pinned, .record_stream, .type", "Module.cuda, .to",
-    "UntypedStorage.cuda", "optimizers with capturable=True", "torch.cuda.memory._record_memory_history, ._snapshot, ._dump_snapshot", "torch.cuda.nccl.version",
-    "torch.distributed with nccl (on gloo), ProcessGroupNCCL.Options", "symmetric memory (torch's error without NVLink)", "DeviceMesh of CUDA devices", "DistributedDataParallel with device_ids", "FullyShardedDataParallel",
-)  # fmt: skip
-"""What is played outside of torch.cuda and torch.accelerator."""
-
-
-def state(name: str, replaced: bool) -> str | None:
-    """'real', 'played' or 'refused' for a name such as 'cuda.Stream'; None: it has no state. replaced: whether `cuda_names` replaces it."""
-    if name in REFUSED:
-        return "refused"
-    if name in REAL:
-        return None if replaced else "real"
-    return "played" if replaced else None
-
 
 # --- names of the extension ----------------------------------------------------------------------------------------------------------------
 _ATTENTION = "fused attention is implemented by cuDNN and FlashAttention: use the unfused backend (attention_backend=unfused, NVTE_UNFUSED_ATTN=1)"

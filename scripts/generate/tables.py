@@ -424,10 +424,26 @@ def engine_release_table() -> str:
     return markdown(("release", "what it changed below Transformer Engine's Python", "runs in"), rows)
 
 
+REAL = {
+    **dict.fromkeys(("cuda.CudaError", "cuda.DeferredCudaCallError", "cuda.cudaStatus", "cuda.check_error", "cuda.has_half", "cuda.has_magma"), "types and constants"),
+    **dict.fromkeys(("cuda.get_gencode_flags", "cuda.memory_stats", "cuda.memory_summary", "cuda.host_memory_stats", "cuda.max_memory_cached", "cuda.memory_cached"), "torch's own, over played names"),
+    **dict.fromkeys((f"cuda.{name}" for name in ("amp", "graphs", "graph_annotations", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable")), "modules"),
+}  # fmt: skip
+"""Name below torch -> what it is: torch's own, unchanged."""
+
+PLAYED_BESIDE = (
+    "torch.load(map_location)", "torch.device(index)", "torch.Stream", "torch.Event", "torch.Generator", "torch.profiler.profile", "torch.autocast", "torch.compile (says that nothing is compiled)", "torch.set_default_device",
+    "torch.version.cuda", "Tensor.cuda, .to, .is_cuda, .get_device, .pin_memory, .is_pinned, .record_stream, .type", "Module.cuda, .to",
+    "UntypedStorage.cuda", "optimizers with capturable=True", "torch.cuda.memory._record_memory_history, ._snapshot, ._dump_snapshot", "torch.cuda.nccl.version",
+    "torch.distributed with nccl (on gloo), ProcessGroupNCCL.Options", "symmetric memory (torch's error without NVLink)", "DeviceMesh of CUDA devices", "DistributedDataParallel with device_ids", "FullyShardedDataParallel",
+)  # fmt: skip
+"""What is played outside of torch.cuda and torch.accelerator."""
+
+
 @table("cuda-names")
 def cuda_name_table() -> str:
     """What is played of CUDA, what is torch's own, and what is refused."""
-    from mpbridge.te_cpu.refusals import PLAYED_BESIDE, REAL, REFUSED
+    from mpbridge.te_cpu.refusals import REFUSED
 
     rows = []
     for kind, names in (("refused", REFUSED), ("real", REAL)):

@@ -68,9 +68,12 @@ class BlockedAttention(torch.autograd.Function):
         for start in range(0, length, BLOCK):
             end = min(start + BLOCK, length)
             scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
+            if not before:
+                scores.mul_(scale)
+            # behind the scale, which need not be positive
             scores[:, :, start:end] += mask[: end - start, : end - start]
             # torch's softmax of 16-bit scores computes in FP32 and rounds the result
-            kept.append(torch.softmax(scores if before else scores.mul_(scale), -1))
+            kept.append(torch.softmax(scores, -1))
             out[start:end] = torch.bmm(kept[-1], v[:, :end]).transpose(0, 1)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.scale, ctx.before, ctx.shape = scale, before, (length, batch, heads, -1)

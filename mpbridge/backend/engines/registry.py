@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from mpbridge.backend.engines.contract import Batch, Engine, StepResult
@@ -67,7 +68,7 @@ def _built_around(kind: Any, run: Run, emulation: Any) -> Any:
     from mpbridge.backend.models.local_spec import CpuSpecProvider
 
     # megatron-core's local modules on CUDA too: Transformer Engine's modules cannot take other GEMMs
-    engine = kind.build(run, backend=lambda config: emulation.backend(CpuSpecProvider(config)))
+    engine = kind.build(run, backend=partial(CpuSpecProvider, linears=emulation.parallel_linears))
     try:
         emulation.attach(engine.model)
     except BaseException:

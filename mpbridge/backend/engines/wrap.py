@@ -41,21 +41,14 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
         )
     given = {"model": config, "ddp": ddp, "optimizer": optimizer_config}
     refuse_unkept(dataclasses.replace(plan, writes=(), targets=given))
-    _require_applied(chunks, plan)
+    wanted, found = plan.policy.params, dtype(config.params_dtype)
+    if found is not wanted:  # megatron-core reads config and parameters when it builds, not later
+        raise Refused(
+            f"the model's config says params_dtype={found.short}, the plan {wanted.short}: call mpbridge.apply(plan) before the model is built"
+        )
     chunks = [in_precision(config, chunk, plan.policy) for chunk in chunks]
     plain = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     wrapped = [padded(one) for one in plain]
     optimizer = get_megatron_optimizer(optimizer_config, wrapped)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     return (wrapped if isinstance(model, Sequence) else wrapped[0]), optimizer
-
-
-def _require_applied(chunks: Sequence[Any], plan: Plan) -> None:
-    """The model's own config and parameters must match the recipe: megatron-core reads both when it builds, not later."""
-    assert plan.policy is not None  # asked by the caller
-    wanted = plan.policy.params
-    found = dtype(chunks[0].config.params_dtype)
-    if found is not wanted:
-        raise Refused(
-            f"the model's config says params_dtype={found.short}, the plan {wanted.short}: call mpbridge.apply(plan) before the model is built"
-        )

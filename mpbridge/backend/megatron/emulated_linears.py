@@ -1,10 +1,10 @@
-"""The emulation in megatron-core: its parallel linears with quantized GEMMs, provided by a BackendSpecProvider.
+"""The emulation in megatron-core: its parallel linears with quantized GEMMs, for `models.local_spec.CpuSpecProvider`.
 
 How an engine uses it (`engines/registry.py` does it for every engine; `emulation_for` returns None if the run is not emulated or its
 recipe quantizes nothing):
 
     emulation = emulation_for(run)                        # CoreEmulation | None
-    provider  = emulation.backend(provider)               # before the layer spec is made: its linears are ours, the rest is `provider`'s
+    provider  = CpuSpecProvider(config, emulation.parallel_linears)  # its layer specs have our linears
     model     = GPTModel(...)                             # as usual; wrap it in Float16Module, DDP ... as usual
     emulation.attach(chunks)                              # after building (before or after wrapping, before FSDP shards): names, hooks
     ...
@@ -28,7 +28,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from mpbridge.backend.megatron.inside_fsdp import bare_name
-from mpbridge.backend.megatron.inside_model import LocalMatmul, OwnProduct, experts_in_turn
+from mpbridge.backend.megatron.inside_model import LocalMatmul, OwnProduct
 from mpbridge.common.errors import Refused
 from mpbridge.numerics.emulation import STEP, Emulation
 from mpbridge.numerics.gemm import Plug
@@ -89,37 +89,6 @@ class EmulatedColumnParallelLinear(_Emulated, ColumnParallelLinear):  # type: ig
 
 class EmulatedRowParallelLinear(_Emulated, RowParallelLinear):  # type: ignore[misc]
     """megatron-core's RowParallelLinear; quantized once `CoreEmulation.attach` has given it a plug."""
-
-
-class EmulatedBackend:
-    """A BackendSpecProvider with our linears; norms, attention and the rest come from `base`."""
-
-    def __init__(self, base: Any, column: type | None = None, row: type | None = None) -> None:
-        self._base = base
-        self._column, self._row = column or EmulatedColumnParallelLinear, row or EmulatedRowParallelLinear
-
-    def column_parallel_linear(self) -> type:
-        """The column parallel linear."""
-        return self._column
-
-    def row_parallel_linear(self) -> type:
-        """The row parallel linear."""
-        return self._row
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        """False: norms stay separate modules."""
-        return False
-
-    def column_parallel_layer_norm_linear(self) -> None:
-        """None: there is no fused module."""
-        return
-
-    def grouped_mlp_modules(self, *unused: bool, **named: bool) -> Any:
-        """Sequential experts made of our linears, whatever the arguments: their GEMMs have the same operands, one expert at a time."""
-        return experts_in_turn(self._column, self._row)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
 
 
 def places(chunk: torch.nn.Module) -> Iterator[tuple[_Emulated, str, str, int | None, int]]:
@@ -192,9 +161,8 @@ def emulation_for(run: Run) -> CoreEmulation | None:
 class CoreEmulation(Emulation):
     """An emulation of megatron-core's models."""
 
-    def backend(self, base: Any) -> EmulatedBackend:
-        """A BackendSpecProvider whose linears are emulated; the rest comes from `base` (a provider instance)."""
-        return EmulatedBackend(base)
+    parallel_linears = EmulatedColumnParallelLinear, EmulatedRowParallelLinear
+    """For a provider's `linears`."""
 
     def elsewhere(self, region: Region) -> bool:
         """See `Emulation.elsewhere`."""

@@ -1,18 +1,20 @@
 """Internals of megatron-core's modules: hooks without a public name, and differences between its versions in how layers are specified."""
 
 import inspect
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mpbridge.common.upstream import replaced
 
@@ -80,6 +82,23 @@ def experts_in_turn(column: type, row: type) -> Any:
     if "moe_use_legacy_grouped_gemm" in inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters:
         return SequentialMLP, parts
     return partial(SequentialMLP, submodules=parts)
+
+
+@contextmanager
+def made_of(provider: Any) -> Iterator[None]:
+    """In the block megatron-core's local specifications, which accept no provider, are of `provider`'s modules; None: as they are."""
+    layer = gpt_layer_specs.get_gpt_layer_local_spec
+
+    def named(num_experts: int | None = None, **asked: Any) -> ModuleSpec:
+        spec = layer(num_experts=num_experts, **asked)
+        if num_experts:
+            # checkpoints name norms as Transformer Engine's modules do, so that CPU and GPU can read each other's; before experts it fuses none
+            spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        return spec
+
+    own = (gpt_layer_specs, "LocalSpecProvider", lambda: provider), (gpt_layer_specs, layer.__name__, named)
+    with nullcontext() if provider is None else replaced(*own):
+        yield
 
 
 def latent_attention_takes(column: type) -> AbstractContextManager[None]:

@@ -8,35 +8,19 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_with_transformer_engine_spec,
-    get_gpt_mtp_block_spec,
-    get_gpt_mtp_block_spec_for_backend,
-    get_mlp_module_spec_for_backend,
-)
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import L2Norm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
 
-from mpbridge.backend.megatron.inside_model import latent_attention_takes, multiply_in, router_biases_in_fp32
+from mpbridge.backend.megatron.inside_model import latent_attention_takes, made_of, multiply_in, router_biases_in_fp32
 from mpbridge.backend.megatron.quant_recipe import enter_chunk
 from mpbridge.backend.models.adapters import add_adapters, freeze
-from mpbridge.backend.models.hybrid import hybrid_model, is_mamba, keep_wide
+from mpbridge.backend.models.hybrid import hybrid_model, keep_wide
 from mpbridge.backend.models.local_spec import CpuSpecProvider
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import ModelShape
+from mpbridge.numerics.observation.modules import is_layer
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.settings.sections import LORA
 
@@ -44,85 +28,29 @@ Backend = Callable[[Any], Any]
 """Makes megatron-core's BackendSpecProvider from a TransformerConfig."""
 
 
-def local_layer_spec(config: Any, backend: Any, *, experts: int | None) -> ModuleSpec:
-    """One transformer layer of `backend`'s modules; megatron-core's own function for it does not accept a backend."""
-    norm, column, row = backend.layer_norm(), backend.column_parallel_linear(), backend.row_parallel_linear()
-    qk_norm = L2Norm if config.qk_l2_norm else norm if config.qk_layernorm else IdentityOp
-    common = {"linear_proj": row, "core_attention": backend.core_attention(), "q_layernorm": qk_norm}
-    keys: dict[str, str] = {}
-    if config.multi_latent_attention:
-        names = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
-        parts = MLASelfAttentionSubmodules(**dict.fromkeys(names, column), **common, kv_layernorm=qk_norm)
-    else:
-        parts = SelfAttentionSubmodules(linear_qkv=column, **common, k_layernorm=qk_norm)
-        # checkpoints name norms as Transformer Engine's fused modules do, so that CPU and GPU can read each other's
-        keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-        keys |= {} if experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    kind = MLASelfAttention if config.multi_latent_attention else SelfAttention
-    attention = ModuleSpec(module=kind, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
-    mlp = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, moe_grouped_gemm=False)
-    submodules = TransformerLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=attention,
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=norm,
-        mlp=mlp,
-        mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=keys,
-    )
-    return ModuleSpec(module=getattr(backend, "transformer_layer", TransformerLayer), submodules=submodules)
-
-
-def multi_token_spec(config: Any, spec: Any, provider: Any, *, chunk: int | None) -> Any:
-    """The multi-token prediction layers (mtp_num_layers), built like the decoder's last layer; None if there are none, or none on this stage."""
-    if not config.mtp_num_layers:
-        return None
-    if not getattr(spec, "layer_specs", True):
-        spec = _last_layer(config, provider)
-        keep_wide(config, spec)
-    if provider is None:
-        return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=chunk)
-    return get_gpt_mtp_block_spec_for_backend(config, spec, provider, vp_stage=chunk)
-
-
-def _last_layer(config: Any, provider: Any) -> Any:
-    """The decoder's last layer, for a chunk without decoder layers (a layout that ends in '|mL')."""
-    if provider is None:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-
-        specs: Any = get_gpt_decoder_layer_specs(config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm)
-        return specs[-1]
-    return local_layer_spec(config, provider, experts=config.num_moe_experts if _expert_layers(config)[-1] else None)
-
-
-def _expert_layers(config: Any) -> list[bool]:
-    """For each layer of the whole model, whether it is a mixture of experts (moe_layer_freq: every n-th, or a list of 0 and 1)."""
-    if not config.num_moe_experts:
-        return [False] * config.num_layers
-    frequency = config.moe_layer_freq
-    return [i % frequency == 0 if isinstance(frequency, int) else bool(frequency[i]) for i in range(config.num_layers)]
-
-
-def block_spec(config: Any, backend: Any, chunk: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (or of its interleaved `chunk`) from `backend`, including the final norm."""
-    dense = local_layer_spec(config, backend, experts=None)
-    expert = local_layer_spec(config, backend, experts=config.num_moe_experts) if config.num_moe_experts else dense
-    offset = get_transformer_layer_offset(config, vp_stage=chunk)
-    count = get_num_layers_to_build(config, vp_stage=chunk)
-    layers = [expert if kind else dense for kind in _expert_layers(config)[offset : offset + count]]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.layer_norm())
-
-
-def transformer_engine_spec(config: Any, chunk: int | None) -> Any:
-    """What megatron-core builds from Transformer Engine's modules on CUDA."""
-    if config.num_moe_experts:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-        return get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=chunk
-        )
+def local_layer_spec(config: Any, provider: Any, *, experts: int | None) -> ModuleSpec:
+    """megatron-core's local specification of a layer, of `provider`'s modules."""
     asked = {name: getattr(config, name) for name in ("qk_layernorm", "multi_latent_attention", "qk_l2_norm")}
-    return get_gpt_layer_with_transformer_engine_spec(**asked)
+    with made_of(provider):
+        return gpt_layer_specs.get_gpt_layer_local_spec(num_experts=experts, **asked)
+
+
+def layer_specs(config: Any, provider: Any, chunk: int | None) -> tuple[Any, Any]:
+    """megatron-core's specifications of what this pipeline stage (or its interleaved `chunk`) holds: (the decoder's layers and the final norm, the layers of
+    multi-token prediction or None). provider: None: of Transformer Engine's modules."""
+    kind, qk = {"use_transformer_engine": provider is None}, {"qk_l2_norm": config.qk_l2_norm}
+    with made_of(provider):
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, **kind, **qk, vp_stage=chunk)
+        if provider is not None:
+            spec.layer_norm = provider.layer_norm()
+        keep_wide(config, spec)
+        if not config.mtp_num_layers:
+            return spec, None
+        like: Any = spec
+        if not spec.layer_specs:  # a layout that ends in '|mL': the decoder's last layer is on another stage
+            like = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **kind, **qk)[-1]
+            keep_wide(config, like)
+        return spec, gpt_layer_specs.get_gpt_mtp_block_spec(config, like, **kind, vp_stage=chunk)
 
 
 def build_chunks(
@@ -172,9 +100,7 @@ def gpt_model(
         layer = partial(local_layer_spec, config, provider)
         model = hybrid_model(config, arguments, layer, provider, cuda=cuda, first=first, last=last)
         return _with_logits(model, policy, last)
-    spec = transformer_engine_spec(config, chunk) if provider is None else block_spec(config, provider, chunk)
-    keep_wide(config, spec)
-    ahead = multi_token_spec(config, spec, provider, chunk=chunk)
+    spec, ahead = layer_specs(config, provider, chunk)
     stage = {"pre_process": first, "post_process": last, "vp_stage": chunk, "mtp_block_spec": ahead}
     own = {name: value for name, value in arguments.items() if name not in LORA}
     with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
@@ -247,7 +173,7 @@ def global_names(model: torch.nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         head, _, index = name.rpartition(".")
         # (the layer inside a multi-token prediction block has no number: '...transformer_layer')
-        if (isinstance(module, TransformerLayer) or is_mamba(module)) and index.isdecimal():
+        if is_layer(module) and index.isdecimal():
             prefixes[name + "."] = f"{head}.{module.layer_number - 1}."
         elif name.endswith(".local_experts"):
             offset = parallel_state.get_expert_model_parallel_rank() * len(list(module.children()))

@@ -98,11 +98,6 @@ def hybrid_model(
         return MambaModel(config=config, mamba_stack_spec=spec, pre_process=first, post_process=last, **own)
 
 
-def is_mamba(module: Any) -> bool:
-    """Whether the module is a whole Mamba layer (by its class's name: importing the class needs mamba_ssm)."""
-    return type(module).__name__ == "MambaLayer"
-
-
 def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
     """The same kinds of layers from `provider`'s modules; megatron-core has no such spec. Checkpoints name norms as Transformer Engine's fused modules do."""
     from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules

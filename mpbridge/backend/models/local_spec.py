@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
@@ -43,7 +44,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         shared = query.shape[2] // key.shape[2]
         if shared > 1:
             key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
-        scale = self.softmax_scale or query.shape[-1] ** -0.5
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         dropout = self.dropout if self.training else 0.0
         if dropout or query.shape[0] > LONGEST:
             return self._flash(query, key, value, scale, dropout)
@@ -53,6 +54,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     def _flash(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropout: float
     ) -> torch.Tensor:
+        if scale <= 0:  # torch's flash kernel multiplies its mask's minus infinity too, and returns NaN
+            query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         # if heads are split over tensor-parallel ranks, each draws its own dropout pattern; under sequence parallelism megatron-core forks the RNG state outside
         fork = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
@@ -112,13 +115,21 @@ class Norm:
 class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
     """megatron-core's local modules, with norms, attention and experts that run on a CPU in every parallel layout.
 
-    A subclass that returns other linears (`column_parallel_linear`, `row_parallel_linear`) changes every linear of every layer, which is what the emulation does.
+    linears: the column parallel and the row parallel one of every layer, which an emulation replaces.
     """
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, config: Any, linears: tuple[type, type] = (ColumnParallelLinear, RowParallelLinear)) -> None:
+        self.config, self.linears = config, linears
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def column_parallel_linear(self) -> type:
+        """The first of `linears`."""
+        return self.linears[0]
+
+    def row_parallel_linear(self) -> type:
+        """The second of `linears`."""
+        return self.linears[1]
+
+    def layer_norm(self, **unused: bool) -> type:
         """torch's norm, chosen by the config's `normalization`."""
         return Norm
 
@@ -128,4 +139,4 @@ class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
 
     def grouped_mlp_modules(self, *unused: bool, **named: bool) -> Any:
         """Always sequential experts: grouped GEMMs are CUDA kernels."""
-        return experts_in_turn(self.column_parallel_linear(), self.row_parallel_linear())
+        return experts_in_turn(*self.linears)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from mpbridge.backend.megatron.emulated_linears import EmulatedBackend, _Emulated, places
+from mpbridge.backend.megatron.emulated_linears import _Emulated, places
 from mpbridge.backend.megatron.inside_model import LocalMatmul
 from mpbridge.common.errors import Refused
 from mpbridge.common.shipped import install
@@ -98,6 +98,8 @@ def config_of(quant: Quant, *, emulate: bool) -> Any:
 class TorchaoLinears(Pausable):
     """The counterpart of `mpbridge.numerics.Emulation` for torchao: assigns rules to the linears of a built model. It has no state."""
 
+    parallel_linears = Float8ColumnParallelLinear, Float8RowParallelLinear
+
     def __init__(self, policy: PrecisionPolicy, *, emulate: bool) -> None:
         self.policy, self.emulate = policy, emulate
         self.plugs: dict[str, TorchaoPlug] = {}
@@ -105,10 +107,6 @@ class TorchaoLinears(Pausable):
         self.high: list[str] = []
         self._linears: list[Any] = []
         self._configs = {quant: config_of(quant, emulate=emulate) for quant in policy.quants if quant.row.core is None}
-
-    def backend(self, base: Any) -> Any:
-        """A BackendSpecProvider with torchao's linears; everything else comes from `base`."""
-        return EmulatedBackend(base, Float8ColumnParallelLinear, Float8RowParallelLinear)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Assigns the linears their rules. Raises Refused for a rule that torchao supports only in part."""

@@ -4,12 +4,14 @@ import contextlib
 import functools
 import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,6 +28,7 @@ from mpbridge.backend.devices.fused import (
     with_rotary,
     with_swiglu,
 )
+from mpbridge.backend.models import local_spec
 from mpbridge.backend.models.local_spec import RMSNorm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -254,6 +257,27 @@ def test_a_scale_that_is_a_power_of_two_changes_nothing(dtype: torch.dtype) -> N
 
     for mine, theirs in both(lambda *three: BlockedAttention.apply(*three, 0.25), apart, q, k, v):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("longest", [local_spec.LONGEST, 0], ids=["blocked", "flash"])
+@pytest.mark.parametrize("scale", [-0.25, -0.3, 0.0])
+def test_attention_takes_a_scale_that_is_not_positive(
+    longest: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_spec, "LONGEST", longest)
+    torch.manual_seed(0)
+    attention = local_spec.CausalAttention(SimpleNamespace(attention_dropout=0.0), softmax_scale=scale)
+
+    def composite(*three: torch.Tensor) -> Any:
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in three)
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return out.permute(2, 0, 1, 3).reshape(150, 2, -1)
+
+    q, k, v = (torch.randn(150, 2, 3, 16) for _ in range(3))
+    for mine, theirs in both(lambda *three: attention(*three, None), composite, q, k, v):
+        # as with a positive scale: FP32 sums in another order
+        assert (mine - theirs).abs().max() <= 2e-6 * theirs.abs().max().clamp(min=1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

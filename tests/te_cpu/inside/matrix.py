@@ -6,7 +6,7 @@ import math
 import pytest
 
 from mpbridge import pretrain
-from mpbridge.backend.models.gpt import transformer_engine_spec
+from mpbridge.backend.models.gpt import layer_specs
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.capability import can_run
@@ -92,7 +92,7 @@ def test_layers_of_experts_normalize_queries_and_keys_as_the_model_asks() -> Non
     with process_group(False):
         parallel_state.initialize_model_parallel()
         try:
-            layers = transformer_engine_spec(config, None).layer_specs
+            layers = layer_specs(config, None, None)[0].layer_specs
         finally:
             parallel_state.destroy_model_parallel()
     for layer in layers:
