@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import signal
 import sys
 import warnings
@@ -15,6 +16,7 @@ import pytest
 
 import mpbridge  # noqa: F401
 from mpbridge.cli import text
+from mpbridge.cli.main import main
 from tests.schemas import wrong
 
 _answer_of = text.answer_of
@@ -120,3 +122,36 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import mpbridge.training.loop  # noqa: F401
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def cli(capsys):
+    """Runs a command, whose exit code is `code` or among them; returns its answer, or the error that ended it, as it is or without line breaks.
+
+    command: as it is typed; words: what stands behind it, each as it is. error: whether it ends with an error, as it does where the exit code is 2, and
+    with nothing else; "beside": an error that follows an answer.
+    """
+
+    def run(command, *words, code=0, error=None, joined=False):
+        capsys.readouterr()  # what was printed before is not its answer
+        ended = main([*shlex.split(command), *map(str, words)])
+        answer, complaint = capsys.readouterr()
+        assert ended in (code if isinstance(code, tuple) else (code,)), answer + complaint
+        assert bool(complaint) is (ended == 2 if error is None else bool(error)), complaint
+        assert bool(answer and complaint) is (error == "beside"), answer
+        printed = complaint or answer
+        return " ".join(printed.split()) if joined else printed
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a file of that name; returns its path."""
+
+    def write(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write

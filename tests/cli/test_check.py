@@ -132,10 +132,9 @@ def test_everything_that_was_not_said_is_named_with_the_word_that_sets_it(ask, t
     assert "torchao" in most["assumed"][0]["value"]
 
 
-def test_the_screen_of_the_issues_example(capsys, monkeypatch):
+def test_the_screen_of_the_issues_example(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    assert main(["check", "--config", "llama3_70b", "--recipe", "fp8_cs", "--target", "h100"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("check --config llama3_70b --recipe fp8_cs --target h100", code=1).splitlines()
     assert len(lines) <= 40
     for start in ("valid  yes", "fits   no", "time   ", "verdict  no: does not fit on H100"):
         assert any(line.startswith(start) for line in lines), start
@@ -154,44 +153,40 @@ SCREENS = [
     [*SCREENS, ("deepseek_v3_671b", "mxfp8", "b200"), ("gpt_oss_120b", "nvfp4", "b200")],
     ids=str,
 )
-def test_every_shipped_configuration_has_its_answer_on_one_screen(capsys, monkeypatch, config, recipe, target):
+def test_every_shipped_configuration_has_its_answer_on_one_screen(cli, monkeypatch, config, recipe, target):
     monkeypatch.setenv("COLUMNS", "100")
-    assert main(["check", "--config", config, "--recipe", recipe, "--target", target]) in (0, 1)
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("check --config", config, "--recipe", recipe, "--target", target, code=(0, 1)).splitlines()
     # what is wrong has lines of its own
     faults = [n for n, line in enumerate(lines) if line.startswith(("error: ", "warning: "))]
     wrong = lines.index("", faults[-1]) - faults[0] + 1 if faults else 0
     assert len(lines) - wrong <= 40
 
 
-def test_a_layout_that_sets_what_the_first_sets_is_shown_by_what_differs(ask, capsys):
+def test_a_layout_that_sets_what_the_first_sets_is_shown_by_what_differs(ask, cli):
     words = ["check", "--config", "deepseek_v3_671b", "--recipe", "fp8_cs", "--target", "h100"]
     first, second = (one["settings"].split() for one in ask(*words)[1]["others"][:2])
-    main(words)
-    more = capsys.readouterr().out.split("the first, then ")[1].splitlines()[0].split()
+    more = cli(*words).split("the first, then ")[1].splitlines()[0].split()
     setting = {word.partition("=")[0]: word for word in [*first, *more]}  # the last of two counts
     assert sorted(setting.values()) == sorted(second)
     assert len(more) < len(second)
 
 
-def test_layers_that_alternate_are_counted_and_listed_in_json(ask, capsys):
+def test_layers_that_alternate_are_counted_and_listed_in_json(ask, cli):
     words = [
         "check", "--config", "nemotron_nano_v2_12b", "--recipe", "nanov2_bf16_with_fp8_current_scaling_mixed",
         "--target", "h100", "--world-size", "64",
     ]  # fmt: skip
     _, answer = ask(*words)
     assert [len(one["layers"]) for one in answer["sizes"]] == [26]
-    main(words)
-    assert "26 of 2-58" in capsys.readouterr().out
+    assert "26 of 2-58" in cli(*words)
 
 
-def test_sizes_with_one_cure_are_one_row_of_the_screen(ask, capsys, monkeypatch):
+def test_sizes_with_one_cure_are_one_row_of_the_screen(ask, cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     words = ["check", "--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--target", "b200", "--world-size", "1024"]
     _, answer = ask(*words)
     cures = [one["cure"] for one in answer["sizes"]]
     assert len(set(cures)) < len(cures)
-    main(words)
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(cli(*words).split())
     assert [shown.count(cure) for cure in set(cures)] == [1] * len(set(cures))
     assert all(one["module"] in shown for one in answer["sizes"])

@@ -34,11 +34,8 @@ def test_an_output_that_takes_nothing_is_one_line_and_not_success(redirection: s
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_recipes_file_is_read_once_however_much_is_asked_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tmp_path / "odd.yaml"
-    place.write_text("model: {" + ", ".join(f"a{i}: {i}" for i in range(300)) + "}", encoding="utf-8")
+def test_a_recipes_file_is_read_once_however_much_is_asked_of_it(file, capsys: pytest.CaptureFixture[str]) -> None:
+    place = file("odd.yaml", "model: {" + ", ".join(f"a{i}: {i}" for i in range(300)) + "}")
     before = yaml_loader._loaded.cache_info().misses
     assert main(["show", str(place)]) == 2
     assert yaml_loader._loaded.cache_info().misses == before + 1
@@ -55,25 +52,17 @@ DEVICE = "/dev/zero"
     ],
     ids=["a key 100,000 times", "100,000 merges"],
 )
-def test_a_file_of_another_stack_is_read_in_bounded_time(
-    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_another_stack_is_read_in_bounded_time(name: str, text: str, said: str, tmp_path: Path, cli) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     began = time.process_time()
-    assert main(["import", str(tmp_path / name)]) == 2
+    assert said in cli("import", tmp_path / name, code=2)
     assert time.process_time() - began < 15  # 1 on an idle machine; 80 before there was a limit
-    assert said in capsys.readouterr().err
 
 
-def test_a_script_of_unknown_options_does_not_flood_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text("torchrun pretrain_gpt.py --bf16 " + " ".join(f"--x{i}" for i in range(2_000)), encoding="utf-8")
-    main(["import", str(script)])
-    assert "and 1,900 more: --json has all of them" in capsys.readouterr().out
-    main(["import", str(script), "--json"])
-    assert '"--x1999' in capsys.readouterr().out
+def test_a_script_of_unknown_options_does_not_flood_the_terminal(file, cli) -> None:
+    script = file("run.sh", "torchrun pretrain_gpt.py --bf16 " + " ".join(f"--x{i}" for i in range(2_000)))
+    assert "and 1,900 more: --json has all of them" in cli("import", script, code=1)
+    assert '"--x1999' in cli("import", script, "--json", code=1)
 
 
 RECIPE, CONFIGURATION = ["show", "odd.yaml"], ["check", "--config", "odd.yaml"]
@@ -107,62 +96,49 @@ def test_a_file_that_is_no_configuration_costs_little_memory(
         (["memory", "--json", "--world-size", "1.5"], "BadValue", "not an integer"),
     ],
 )
-def test_an_error_for_a_program_is_one_line_of_json(
-    arguments: list[str], kind: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert not out
+def test_an_error_for_a_program_is_one_line_of_json(arguments: list[str], kind: str, said: str, cli) -> None:
+    err = cli(*arguments, code=2)
     assert len(err.splitlines()) == 1
     data = json.loads(err)
     assert (data["error"], data["exit_code"]) == (kind, 2)
     assert said in data["message"]
 
 
-def test_every_fault_of_a_configuration_is_an_entry_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--json", "model.hiden_size=3", "optimizer.lr=x"]) == 2
-    data = json.loads(capsys.readouterr().err)
+def test_every_fault_of_a_configuration_is_an_entry_for_a_program(cli) -> None:
+    data = json.loads(cli("plan --json model.hiden_size=3 optimizer.lr=x", code=2))
     assert [fault.partition("=")[0] for fault in data["faults"]] == ["model.hiden_size", "optimizer.lr"]
 
 
-def test_a_rehearsal_finds_no_room_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rehearsal_finds_no_room_before_it_trains(tmp_path: Path, cli) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     # a configuration that is missing would be found only afterwards
-    assert main(["rehearse", "--config", "nope", "--out", str(tmp_path / "file")]) == 2
-    assert f"--out {tmp_path / 'file'}" in capsys.readouterr().err
+    assert f"--out {tmp_path / 'file'}" in cli("rehearse --config nope --out", tmp_path / "file", code=2)
 
 
-def test_the_table_and_the_verdict_speak_one_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["memory", "--config", "llama3_8b", "--target", "h100"])
-    out = capsys.readouterr().out
+def test_the_table_and_the_verdict_speak_one_unit(cli) -> None:
+    out = cli("memory --config llama3_8b --target h100", code=1)
     assert "MiB" not in out
     needed = next(line.split()[4] for line in out.splitlines() if line.startswith("needed of the device"))
     assert f"{needed} +-" in next(line for line in out.splitlines() if "does not fit on" in line)
 
 
-def test_check_says_what_the_first_loss_scale_may_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--recipe", "fp16_mixed", "train.train_iters=12"]) == 0
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("scale"))
+def test_check_says_what_the_first_loss_scale_may_cost(cli) -> None:
+    printed = cli("check --recipe fp16_mixed train.train_iters=12")
+    said = next(line for line in printed.splitlines() if line.startswith("scale"))
     assert "at most 33" in said
     assert "this run has 12 steps" in said
-    assert main(["check", "--recipe", "bf16_mixed"]) == 0
-    assert "scale" not in capsys.readouterr().out
+    assert "scale" not in cli("check --recipe bf16_mixed")
 
 
-def test_a_section_with_thousands_of_settings_is_refused_quickly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tmp_path / "wide.yaml"
-    place.write_text("model:\n" + "".join(f"  k{n}: 1\n" for n in range(9000)), encoding="utf-8")
+def test_a_section_with_thousands_of_settings_is_refused_quickly(file, cli) -> None:
+    place = file("wide.yaml", "model:\n" + "".join(f"  k{n}: 1\n" for n in range(9000)))
     began = time.process_time()
-    assert main(["check", "--config", str(place)]) == 2
+    said = cli("check --config", place, code=2)
     assert time.process_time() - began < 5  # 1 on an idle machine
-    said = capsys.readouterr().err
     assert "8,992 further unknown settings" in said
     assert len(said.splitlines()) < 20
     place.write_text("".join(f"k{n}: 1\n" for n in range(9000)), encoding="utf-8")
-    assert main(["check", "--config", str(place)]) == 2
-    assert "8,992 further unknown sections" in capsys.readouterr().err
+    assert "8,992 further unknown sections" in cli("check --config", place, code=2)
 
 
 @pytest.mark.parametrize(
@@ -189,21 +165,17 @@ def test_a_fifo_is_not_waited_for(arguments: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a: [1\nb: 2\n", "a: 1\n a: 2\n", "\tx: 1", "a: *b", "a: !!python/object:x {}"])
-def test_yaml_that_cannot_be_read_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "bad.yaml"
-    place.write_text(text)
+def test_yaml_that_cannot_be_read_is_one_line(text: str, file, cli) -> None:
+    place = file("bad.yaml", text)
     for arguments in (["check", "--config", str(place)], ["show", str(place)], ["check", "--recipe", str(place)]):
-        assert main(arguments) == 2
-        said = capsys.readouterr().err.splitlines()
+        said = cli(*arguments, code=2).splitlines()
         assert len([line for line in said if "line " in line]) == 1, said
         assert len(said) <= 2
 
 
-def test_json_may_stand_before_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", "nope"]) == 2
-    assert "no command named 'nope'" in json.loads(capsys.readouterr().err)["message"]
-    assert main(["--json", "list"]) == 0
-    assert json.loads(capsys.readouterr().out)
+def test_json_may_stand_before_the_verb(cli) -> None:
+    assert "no command named 'nope'" in json.loads(cli("--json nope", code=2))["message"]
+    assert json.loads(cli("--json list"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -269,21 +241,20 @@ def test_a_full_disk_is_no_misuse_and_leaves_nothing(arguments: list[str], limit
 
 @pytest.mark.parametrize("arguments", [["init", "file"], ["init", "file/in"], ["data", "prepare", "file", "--out", "file/in/x"], ["data", "prepare", "file", "--cache", "file"]], ids=" ".join)  # fmt: skip
 def test_a_file_in_the_place_of_a_folder_is_named(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("text")
-    assert main(arguments) == 2
-    assert "file is a file, expected a folder" in capsys.readouterr().err
+    assert "file is a file, expected a folder" in cli(*arguments, code=2)
 
 
-def test_no_layout_is_looked_for_on_a_machine_that_cannot_run_the_recipe(capsys) -> None:
+def test_no_layout_is_looked_for_on_a_machine_that_cannot_run_the_recipe(cli) -> None:
     began = time.process_time()
-    assert main(["memory", "--config", "qwen3_30b_a3b", "--recipe", "bf16_with_nvfp4_mixed", "--target", "a10", "--world-size", "64"]) == 1  # fmt: skip
-    assert "no layout was searched: " in capsys.readouterr().out
+    printed = cli("memory --config qwen3_30b_a3b --recipe bf16_with_nvfp4_mixed --target a10 --world-size 64", code=1)  # fmt: skip
+    assert "no layout was searched: " in printed
     assert time.process_time() - began < 5, "thousands of layouts were judged"
 
 
-def test_the_nearest_layout_is_named_where_the_machine_runs_the_recipe(capsys) -> None:
-    assert main(["memory", "--config", "llama3_70b", "--recipe", "bf16_mixed", "--target", "a100", "--world-size", "64", "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=1", "parallel.virtual_pipeline_model_parallel_size=null", "parallel.sequence_parallel=false"]) == 1  # fmt: skip
-    assert "nearest layout that fits, on 64 GPUs: " in capsys.readouterr().out
+def test_the_nearest_layout_is_named_where_the_machine_runs_the_recipe(cli) -> None:
+    printed = cli("memory --config llama3_70b --recipe bf16_mixed --target a100 --world-size 64 parallel.tensor_model_parallel_size=1 parallel.pipeline_model_parallel_size=1 parallel.virtual_pipeline_model_parallel_size=null parallel.sequence_parallel=false", code=1)  # fmt: skip
+    assert "nearest layout that fits, on 64 GPUs: " in printed

@@ -81,24 +81,17 @@ def test_an_image_is_handed_to_srun(printed) -> None:
         (["--nodes", "2"], "is missing"),
     ],
 )
-def test_what_would_fail_in_the_queue_is_refused_before_it(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", "--gpus-per-node", "4", *arguments]) == 2
-    assert said in capsys.readouterr().err
+def test_what_would_fail_in_the_queue_is_refused_before_it(arguments: list[str], said: str, cli) -> None:
+    assert said in cli("launch --gpus-per-node 4", *arguments, code=2)
 
 
-def test_submitting_hands_the_script_to_sbatch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], printed
-) -> None:
+def test_submitting_hands_the_script_to_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli, printed) -> None:
     play(tmp_path, sbatch=f"cat > {tmp_path}/got; echo Submitted batch job 7")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--submit", "--", *TRAIN]) == 0
-    assert capsys.readouterr().out == "Submitted batch job 7\n"
+    assert cli("launch --nodes 2 --gpus-per-node 4 --submit --", *TRAIN) == "Submitted batch job 7\n"
     assert (tmp_path / "got").read_text() == printed()
     play(tmp_path, sbatch="echo sbatch: error: no partition >&2; exit 1")
-    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--submit", "--", *TRAIN]) == 2
-    assert "no partition" in capsys.readouterr().err
+    assert "no partition" in cli("launch --nodes 2 --gpus-per-node 4 --submit --", *TRAIN, code=2)
 
 
 def play(folder: Path, **commands: str) -> None:
@@ -216,10 +209,9 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: int | None)
     assert limit_seconds(text) == seconds
 
 
-def test_all_that_is_wrong_with_a_job_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_wrong_with_a_job_is_said_at_once(cli) -> None:
     wrong = ["--time", "x", "--notice", "0", "--name", "a b", "--slurm", "array=3", "--mount", "/a:/b"]
-    assert main(["launch", "--nodes", "0", "--gpus-per-node", "4", *wrong, "--", *TRAIN]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 7
+    assert len(cli("launch --nodes 0 --gpus-per-node 4", *wrong, "--", *TRAIN, code=2).splitlines()) == 7
 
 
 def test_a_run_that_begins_with_weights_repeats_its_command(printed) -> None:
@@ -229,11 +221,11 @@ def test_a_run_that_begins_with_weights_repeats_its_command(printed) -> None:
     assert "checkpoint.pretrained_checkpoint=begin checkpoint.load=runs/a" in text
 
 
-def test_a_rule_that_holds_on_every_machine_is_asked_before_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rule_that_holds_on_every_machine_is_asked_before_the_queue(cli) -> None:
     wrong = ["optimizer.optimizer=sgd", "ddp.use_distributed_optimizer=true"]
-    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, *wrong]) == 1
-    assert "distributed-optimizer-is-adam-only" in capsys.readouterr().err
+    printed = cli("launch --nodes 2 --gpus-per-node 4 --", *TRAIN, *wrong, code=1, error=True)
+    assert "distributed-optimizer-is-adam-only" in printed
     # what a GPU can do is no fault of a login node
     names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     sharded = [f"ddp.{name}=true" for name in names]
-    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, "--recipe", "mxfp8", *sharded]) == 0
+    cli("launch --nodes 2 --gpus-per-node 4 --", *TRAIN, "--recipe", "mxfp8", *sharded)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "megatron", "transformer_engine", "numpy", "matplotlib")
-
-
-def loaded_by(code: str) -> list[str]:
-    """Which of `HEAVY` a fresh interpreter has loaded after `code`."""
-    text = f"import sys, json\n{code}\nprint(json.dumps(sorted(set({HEAVY!r}) & set(sys.modules))), file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
-    return json.loads(done.stderr.strip().splitlines()[-1])
-
+from tests.forked import ROOT
+from tests.light import loaded_by
 
 POSIX = ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog")
 """Modules that Python has on POSIX systems alone."""

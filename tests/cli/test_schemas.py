@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpbridge.cli.main import main, verb_of, verbs
+from mpbridge.cli.main import verb_of, verbs
 from mpbridge.cli.options import JSON
 from mpbridge.cli.text import SCHEMA_VERSION, SCHEMAS
 from tests.schemas import wrong
@@ -30,10 +30,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("words", CASES, ids=" ".join)
-def test_answers_hold_to_their_schema(words, capsys, tmp_path):
+def test_answers_hold_to_their_schema(words, cli, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.0}\n')
-    main([*(str(tmp_path) if word == "RUN" else word for word in words), "--json"])
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(cli(*(str(tmp_path) if word == "RUN" else word for word in words), "--json", code=(0, 1)))
     assert answer["schema_version"] == SCHEMA_VERSION
     assert wrong(answer, json.loads((SCHEMAS / f"{words[0]}.json").read_text())) == []
 

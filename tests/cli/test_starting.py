@@ -42,35 +42,29 @@ def test_a_file_of_the_users_goes_before_one_that_comes_along(tmp_path: Path, mo
     assert get_mixed_precision_config("configs/recipes/bf16_grads.yaml") == get_mixed_precision_config("fp32")
 
 
-def test_a_misspelled_recipe_file_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "fp8_mlp_onyl"]) == 2
-    assert "nearest: fp8_mlp_only" in capsys.readouterr().err
+def test_a_misspelled_recipe_file_is_told_with_the_nearest(cli) -> None:
+    assert "nearest: fp8_mlp_only" in cli("show fp8_mlp_onyl", code=2)
     assert describe("fp8_mlp_only").name == "fp8_mlp_only"
 
 
-def test_a_starter_folder_is_legal_as_it_stands_and_written_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_starter_folder_is_legal_as_it_stands_and_written_once(tmp_path: Path, cli) -> None:
     place = tmp_path / "first"
-    assert main(["init", str(place), "--recipe", "fp8_cs", "--config", "moe_tiny"]) == 0
+    cli("init", place, "--recipe", "fp8_cs", "--config", "moe_tiny")
     made = ConfigContainer.load(place / "config.yaml").resolved()
     shipped = ConfigContainer.load("moe_tiny", ["mixed_precision=fp8_cs"]).resolved()
     assert (made.policy, made.facts.shape) == (shipped.policy, shipped.facts.shape)
     assert made.checkpoint["save"] == made.checkpoint["load"] == "run/checkpoints"
     compile((place / "train.py").read_text(encoding="utf-8"), "train.py", "exec")
     before = {path.name: path.read_bytes() for path in place.iterdir()}
-    assert main(["init", str(place)]) == 2
-    assert "already exist" in capsys.readouterr().err
+    assert "already exist" in cli("init", place, code=2)
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-    assert main(["init", str(tmp_path / "other"), "--recipe", "nope"]) == 2
+    cli("init", tmp_path / "other", "--recipe", "nope", code=2)
     assert not (tmp_path / "other").exists()
 
 
-def test_the_next_command_names_what_is_to_be_filled_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", str(tmp_path / "a"), "--config", "llama3_8b"]) == 0
-    assert "train --config config.yaml data.corpus=YOUR_TEXT\n" in capsys.readouterr().out
-    assert main(["init", str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out.endswith("train --config config.yaml\n")
+def test_the_next_command_names_what_is_to_be_filled_in(tmp_path: Path, cli) -> None:
+    assert "train --config config.yaml data.corpus=YOUR_TEXT\n" in cli("init", tmp_path / "a", "--config", "llama3_8b")
+    assert cli("init", tmp_path / "b").endswith("train --config config.yaml\n")
 
 
 @pytest.mark.parametrize(
@@ -112,33 +106,28 @@ def test_the_folders_commands_are_about_its_own_recipe_and_model(
         (["resume-check", "a_r"], {"a_run"}),
     ],
 )
-def test_bash_completes_from_the_printed_script(
-    words: list[str], offered: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["completion", "bash"]) == 0
+def test_bash_completes_from_the_printed_script(words: list[str], offered: set[str], tmp_path: Path, cli) -> None:
     (tmp_path / "a_run").mkdir()
     script = tmp_path / "completion.bash"
-    script.write_text(capsys.readouterr().out, encoding="utf-8")
+    script.write_text(cli("completion bash"), encoding="utf-8")
     ask = f'source {script}; COMP_WORDS=(mpbridge {" ".join(words)}); COMP_CWORD={len(words)}; _shtab_mpbridge; printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "--norc", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)  # fmt: skip
     assert set(done.stdout.split()) == offered
 
 
-def test_zsh_has_an_action_for_every_argument_beside_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_has_an_action_for_every_argument_beside_options(cli) -> None:
     """Without one it prints the argument's help, and inserts no option."""
-    assert main(["completion", "zsh"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("completion zsh").splitlines()
     places = [line for line in lines if re.match(r' +"(\([^)]*\))?\*?:', line)]
     assert len(places) > 20
     assert [line for line in places if line.endswith(':"')] == []
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script_with_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shells_get_a_script_with_every_command(shell: str, cli) -> None:
     from mpbridge.cli.main import verbs
 
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
+    script = cli("completion", shell)
     assert not [verb for verb in (*verbs(), "help", "fp8_mlp_only", "llama3_8b") if verb not in script]
 
 
@@ -170,11 +159,10 @@ def shown(stream: Any, wanted: str) -> re.Match[str]:
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_an_option_is_inserted_beside_settings(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_is_inserted_beside_settings(shell: str, tmp_path: Path, cli) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    assert main(["completion", shell]) == 0
-    (tmp_path / "_mpbridge").write_text(capsys.readouterr().out, encoding="utf-8")
+    (tmp_path / "_mpbridge").write_text(cli("completion", shell), encoding="utf-8")
     command, setup = {
         "zsh": (["zsh", "-f", "-i"], f"PROMPT='% '; fpath=({tmp_path} $fpath); autoload -Uz compinit; compinit -u -D"),
         "fish": (["fish", "--no-config", "-i"], f"source {tmp_path}/_mpbridge"),
@@ -182,21 +170,19 @@ def test_an_option_is_inserted_beside_settings(shell: str, tmp_path: Path, capsy
     assert tab(command, setup, "mpbridge check --conf").strip() == "mpbridge check --config"
 
 
-def test_settings_that_check_offers_go_into_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_check_offers_go_into_the_folder(tmp_path: Path, cli) -> None:
     asked = ["parallel.tensor_model_parallel_size=2", "ddp.use_distributed_optimizer=true"]
-    assert main(["init", str(tmp_path / "big"), "--config", "llama3_8b", "--world-size", "64", *asked]) == 0
+    printed = cli("init", tmp_path / "big", "--config", "llama3_8b", "--world-size", "64", *asked)
     said = " --target {} --world-size 64 data.corpus=YOUR_TEXT (README.md has what follows)"
-    assert said.format("h100") in capsys.readouterr().out  # on this machine it would be judged by its own memory
-    assert main(["init", str(tmp_path / "b"), "--config", "llama3_8b", "--world-size", "64", "--target", "B200"]) == 0
-    assert said.format("b200") in capsys.readouterr().out
+    assert said.format("h100") in printed  # on this machine it would be judged by its own memory
+    printed = cli("init", tmp_path / "b", "--config", "llama3_8b", "--world-size", "64", "--target", "B200")
+    assert said.format("b200") in printed
     assert "--target b200 --world-size 64" in (tmp_path / "b/README.md").read_text()
-    assert main(["init", str(tmp_path / "no"), "--target", "b20O"]) == 2
-    assert "b200" in capsys.readouterr().err
+    assert "b200" in cli("init", tmp_path / "no", "--target", "b20O", code=2)
     made = ConfigContainer.load(tmp_path / "big/config.yaml")
     assert (made.parallel.tensor_model_parallel_size, made.ddp.use_distributed_optimizer) == (2, True)
     assert "launch --nodes 8 --gpus-per-node 8" in (tmp_path / "big/README.md").read_text()
-    assert main(["init", str(tmp_path / "no"), "mixed_precision.fp8=hybrid"]) == 2
-    assert "recipe.yaml's" in capsys.readouterr().err
+    assert "recipe.yaml's" in cli("init", tmp_path / "no", "mixed_precision.fp8=hybrid", code=2)
     assert not (tmp_path / "no").exists()
 
 
@@ -217,10 +203,10 @@ def test_settings_of_a_section_do_not_take_the_folders_own(tmp_path, monkeypatch
     assert made["checkpoint"] == {"save": "elsewhere", "load": "elsewhere", "save_interval": 50}
 
 
-def test_what_follows_emulates_a_recipe_that_this_machine_does_not_run(tmp_path, monkeypatch, capsys):
+def test_what_follows_emulates_a_recipe_that_this_machine_does_not_run(tmp_path, monkeypatch, cli):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for recipe, words in (("bf16_mixed", ""), ("fp8_cs", " --emulate")):
-        assert main(["init", recipe, "--recipe", recipe]) == 0
+        printed = cli("init", recipe, "--recipe", recipe)
         check, train = (f"mpbridge {verb} --config config.yaml{words}" for verb in ("check", "train"))
-        assert f"next: cd {recipe} && {check} && {train}\n" in capsys.readouterr().out
+        assert f"next: cd {recipe} && {check} && {train}\n" in printed

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-
 import pytest
-
-from mpbridge.cli.main import main
 
 FILES = {
     "ck/step_00000010/state.json": "{}", "bad.json": '{"a": nope', "array/config.json": "[1, 2]", "big/config.json": '{"model_type": "llama", "hidden_size": "big"}',
@@ -157,13 +153,11 @@ def test_there_are_sixty():
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_input_gets_one_message_with_found_expected_and_cure(folder, monkeypatch, capsys, line):
+def test_a_wrong_input_gets_one_message_with_found_expected_and_cure(folder, monkeypatch, cli, line):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, found, expected = WRONG[line]
-    assert main(shlex.split(line)) == code
-    out, err = capsys.readouterr()
-    assert not out
+    err = cli(line, code=code, error=True)
     assert 1 <= len(err.splitlines()) <= 6
     assert "Traceback" not in err
     assert found in err

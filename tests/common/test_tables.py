@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 import mpbridge
-from mpbridge.cli.main import main
 from mpbridge.common.tables import Column, Table, facts, size, table, unit_for
 from mpbridge.precision.sync.plan import plan
 
@@ -75,19 +74,14 @@ def test_bytes_have_one_unit_for_a_figure_or_for_a_whole_output() -> None:
     assert unit_for(2**31).of(2**20) == "0.00"
 
 
-def test_verbs_print_the_same_bytes_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_print_the_same_bytes_alike(cli) -> None:
     """At cfba8d0 an H100 had 79.6 GiB in `doctor` and 79.65 in `memory`, and a run needed 55.2 GiB in `recommend` and 55.16 in `memory`."""
-
-    def said(*words: str) -> str:
-        main([*words])
-        return capsys.readouterr().out
-
     run = ["--config", "llama3_8b", "--target", "h100", "--world-size", "8"]
-    found = re.search(r"([\d.]+) \+- [\d.]+ GiB of ([\d.]+)", said("memory", *run, "--recipe", "bf16_mixed"))
+    found = re.search(r"([\d.]+) \+- [\d.]+ GiB of ([\d.]+)", cli("memory", *run, "--recipe", "bf16_mixed"))
     assert found is not None
-    assert re.search(rf"^h100 .* {found[2]} GiB", said("doctor", "--machines"), re.MULTILINE)
-    assert re.search(rf" bf16_mixed .* {found[1]} GiB", said("recommend", *run))
-    assert re.search(r" \d+\.\d\d GiB \+- [\d.]+ [GM]iB, ", said("layouts", *run, "--most", "1"))
+    assert re.search(rf"^h100 .* {found[2]} GiB", cli("doctor", "--machines"), re.MULTILINE)
+    assert re.search(rf" bf16_mixed .* {found[1]} GiB", cli("recommend", *run))
+    assert re.search(r" \d+\.\d\d GiB \+- [\d.]+ [GM]iB, ", cli("layouts", *run, "--most", "1"))
 
 
 def test_there_is_no_second_formatter_of_bytes_and_no_second_table() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mpbridge.cli.certify import table_of
-from mpbridge.cli.main import main
 from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
 from mpbridge.numerics.certificates import figures
 from mpbridge.numerics.certificates.certificate import certificate
@@ -281,13 +280,13 @@ def test_a_run_with_muon_is_told_what_its_iteration_loses() -> None:
     assert any(row.where == "Newton-Schulz in FP32 (highest)" for row in made.rows)
 
 
-def test_recommend_orders_recipes_as_their_gradients_erred_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommend_orders_recipes_as_their_gradients_erred_in_training(cli) -> None:
     file = Path(__file__).parents[2] / "scripts/evidence/data/certificate_correlation.json"
     runs = json.loads(file.read_text())["trained"].values()
     arms = {"fp16_mixed": "fp16", "bf16_mixed": "bf16", "bf16_with_fp8_subchannel_scaling_mixed": "blockwise hybrid", "bf16_with_nvfp4_mixed": "nvfp4"}  # fmt: skip
     error = {name: sum(run[arm]["gradient"] for run in runs) / len(runs) for name, arm in arms.items()}
-    main(["recommend", "--by", "error", "--target", "b200", "--config", "gpt_tiny", "model.num_layers=16", "--json"])
-    found = [one for one in json.loads(capsys.readouterr().out)["recipes"] if one["legal"]]
+    printed = cli("recommend --by error --target b200 --config gpt_tiny model.num_layers=16 --json")
+    found = [one for one in json.loads(printed)["recipes"] if one["legal"]]
     assert [one["error"] for one in found] == sorted(one["error"] for one in found)
     ordered = [one["recipe"] for one in found if one["recipe"] in arms]
     assert ordered == sorted(arms, key=error.__getitem__)
@@ -297,7 +296,7 @@ def test_recommend_orders_recipes_as_their_gradients_erred_in_training(capsys: p
 
 
 def test_a_certificate_of_ones_own_tensors_beside_a_variant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, few in (("kinds", ("normal",)), ("replicas", 2)):
         monkeypatch.setitem(certificate.__kwdefaults__, name, few)  # type: ignore[arg-type]
@@ -305,8 +304,7 @@ def test_a_certificate_of_ones_own_tensors_beside_a_variant(
     file, page = tmp_path / "mine.safetensors", tmp_path / "page.html"
     save({"fc.x": normal(256, 128), "fc.w": normal(128, 128), "fc.dy": normal(256, 128)}, file)
     command = ["certify", "bf16_with_nvfp4_mixed", "--tensors", str(file), "--against", "scale-up", "--out", str(page)]
-    assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli(*command, "--json"))
     own = [row for row in found["rows"] if row.get("tensor") == "yours: fc"]
     assert {row["part"] for row in own} == {"operand", "gemm", "second pass"}
     assert found["against"]["variant"] == {"name": "scale-up", "offered": False}
@@ -377,7 +375,7 @@ def test_a_file_of_weights_is_certified_with_inputs_and_gradients_that_differ(tm
     ],
 )
 def test_misuse_names_the_cure_before_anything_is_computed(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], said: str, tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def computes(*_: object, **__: object) -> None:
         raise AssertionError("it computes first")
@@ -391,8 +389,7 @@ def test_misuse_names_the_cure_before_anything_is_computed(
     save({"x": x, "w": x.clone(), "dy": nan}, tmp_path / "nan")
     save({"x": x * 0, "w": x, "dy": x.clone()}, tmp_path / "zero")
     places = {"file": file, "nan": tmp_path / "nan", "zero": tmp_path / "zero"}
-    assert main(["certify", *(a.format(**places) for a in arguments)]) == 2
-    assert said in capsys.readouterr().err
+    assert said in cli("certify", *(a.format(**places) for a in arguments), code=2)
 
 
 def test_every_variant_says_whether_transformer_engine_offers_it() -> None:

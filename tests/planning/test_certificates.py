@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
-from mpbridge.cli.main import main
 from mpbridge.common.formats import E4M3, E5M2, DType
 from mpbridge.planning import closed_forms
 from mpbridge.planning.certificates import Training, lost_line, optimizer_rows, sentence
@@ -173,10 +172,8 @@ def test_only_a_run_that_loses_updates_is_told_so() -> None:
         ([], ""),
     ],
 )  # fmt: skip
-def test_check_quotes_what_a_run_is_about_to_lose(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["check", "--config", "gpt_tiny", *arguments, "--json"])
-    notes = [note for note in json.loads(capsys.readouterr().out)["notes"] if "mpbridge certify" in note]
+def test_check_quotes_what_a_run_is_about_to_lose(arguments: list[str], said: str, cli) -> None:
+    printed = cli("check --config gpt_tiny", *arguments, "--json")
+    notes = [note for note in json.loads(printed)["notes"] if "mpbridge certify" in note]
     assert len(notes) == bool(said)
     assert all(said in note for note in notes)

@@ -260,13 +260,11 @@ def test_a_file_runs_no_code_and_a_name_only_where_code_may(tmp_path: Path, name
     assert get_mixed_precision_config(tmp_path / "good.yaml", code=code).bf16
 
 
-def test_a_recipe_file_on_the_command_line_does_not_run_what_it_extends(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    from mpbridge.cli.main import main
+def test_a_recipe_file_on_the_command_line_does_not_run_what_it_extends(tmp_path: Path, cli) -> None:  # type: ignore[no-untyped-def]
 
     path = evil(tmp_path)
     for words in (["show"], ["check", "--recipe"], ["plan", "--recipe"], ["train", "--recipe"]):
-        assert main([*words, path]) in (1, 2)
-        said = capsys.readouterr().err
+        said = cli(*words, path, code=2)
         assert "extends code" in said
         assert "it ran" not in said
 

@@ -23,12 +23,12 @@ def test_every_engine_trains_what_ddp_trains(two: Any) -> None:
                 assert ours == pytest.approx(reference, rel=1e-6)
 
 
-def test_a1_storage_and_compute_are_set_apart(two: Any) -> None:
+def test_a1_storage_and_compute_are_set_apart_whatever_is_reduced(two: Any) -> None:
     for rank in two["compute_and_wire"]:
-        seen = rank["fp32"]
-        assert {seen["weight"], seen["input"], seen["output"]} == {"torch.bfloat16"}
-        assert {seen["storage"], seen["grad"], seen["moment"]} == {"torch.float32"}
-        assert seen["rows"] == "128", "half of the 256 rows on each rank"
+        for seen in rank.values():
+            assert {seen["weight"], seen["input"], seen["output"]} == {"torch.bfloat16"}
+            assert {seen["storage"], seen["grad"], seen["moment"]} == {"torch.float32"}
+            assert seen["rows"] == "128", "half of the 256 rows on each rank"
 
 
 def test_a2_reduction_is_fp32_by_default_and_bf16_on_request_as_seen_in_the_reduce_scatter(two: Any) -> None:
@@ -36,12 +36,6 @@ def test_a2_reduction_is_fp32_by_default_and_bf16_on_request_as_seen_in_the_redu
         assert rank["fp32"]["reduced"] == ["fp32"]
         assert rank["bf16"]["reduced"] == ["bf16"]
         assert rank["fp32"]["loss"] != rank["bf16"]["loss"], "and it changes numbers"
-
-
-def test_g1_the_reduction_dtype_changes_neither_storage_nor_moments(two: Any) -> None:
-    for rank in two["compute_and_wire"]:
-        for fact in ("weight", "input", "output", "storage", "grad", "moment"):
-            assert rank["fp32"][fact] == rank["bf16"][fact]
 
 
 TABLE = {  # memory_table.md: row -> params, grads, main, m, v summed over both ranks

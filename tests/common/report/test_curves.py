@@ -37,19 +37,15 @@ def test_two_runs_are_drawn_together(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_runs_of_one_name_are_told_apart_and_this_folder_has_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in ("one", "two"):
         (tmp_path / place).mkdir()
         run(tmp_path / place / "run", [4.0, 3.0])
     monkeypatch.chdir(tmp_path / "one" / "run")
-    assert main(["plot", ".", "--no-picture"]) == 0
-    assert capsys.readouterr().out.startswith("run: loss")
-    assert main(["plot", ".", "../../two/run", "--no-picture"]) == 0
-    assert "../../two/run: loss, nats per token" in capsys.readouterr().out
-    assert main(["plot", ".", "--out", str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, "is a folder, expected a file" in err) == ("", True), "--out is checked before anything is drawn"
+    assert cli("plot . --no-picture").startswith("run: loss")
+    assert "../../two/run: loss, nats per token" in cli("plot . ../../two/run --no-picture")
+    assert "is a folder, expected a file" in cli("plot . --out", tmp_path, code=2)  # checked before anything is drawn
 
 
 def test_without_matplotlib_only_the_picture_is_missing(
@@ -63,10 +59,9 @@ def test_without_matplotlib_only_the_picture_is_missing(
 
 
 @pytest.mark.parametrize(("given", "said"), [("nowhere", "No such file"), ("empty", "no readable step"), (".", "No such file")])  # fmt: skip
-def test_what_is_no_run_is_refused(tmp_path: Path, given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path, given: str, said: str, cli) -> None:
     (tmp_path / "empty").write_text("nothing\n")
-    assert main(["plot", str(tmp_path / given)]) == 2
-    assert said in capsys.readouterr().err
+    assert said in cli("plot", tmp_path / given, code=2)
 
 
 def test_a_line_goes_from_the_lower_left_to_the_upper_right() -> None:

@@ -66,7 +66,7 @@ def test_a_script_decides_or_is_undecided(script: str, code: int, said: str, fil
 
 def test_nothing_is_written_that_is_undecided(file, tmp_path: Path, cli) -> None:
     path, written = file("ds.json", '{"bf16": {"enabled": "auto"}}'), tmp_path / "mine.yaml"
-    said = cli("import", path, "--from", "deepspeed", "--write", written, code=2, joined=True)
+    said = cli("import", path, "--from", "deepspeed", "--write", written, code=2, error="beside", joined=True)
     assert "not written, since it is undecided: bf16.enabled=auto" in said
     assert not written.exists()
 

@@ -39,7 +39,7 @@ def _sections(folder: Path, **train: Any) -> dict[str, Any]:
 
 
 def test_a_fault_in_mid_run_stops_it_behind_a_suspect_checkpoint_and_names_the_last_good_one(
-    tmp_path: Path, capsys: Any
+    tmp_path: Path, capsys: Any, cli: Any
 ) -> None:
     with pytest.raises(AuditFailed, match=r"(?s)step 6: .*weights as read.*last good audit was after step 4.*"):
         pretrain(tiny_run(tmp_path, **_sections(tmp_path)), hooks=[Plant(faults.model_never_refreshed, 4)])
@@ -50,8 +50,7 @@ def test_a_fault_in_mid_run_stops_it_behind_a_suspect_checkpoint_and_names_the_l
     assert good.path.name in capsys.readouterr().out + json.dumps(list(kept))
     history = json.loads((tmp_path / "run" / "precision.json").read_text())["audit"]["history"]
     assert [(one["step"], one["ok"]) for one in history if one["stage"] == "live"][-1] == (6, False)
-    assert main(["audit", str(tmp_path / "run")]) == 1
-    text = capsys.readouterr().out
+    text = cli("audit", tmp_path / "run", code=1)
     assert "step      6  live    NOT as promised" in text
     assert "weights as read" in text
 
@@ -75,15 +74,14 @@ def test_checkpoints_since_a_fault_that_only_an_observation_sees_are_suspect(tmp
         store.check(entry.path)
 
 
-def test_a_healthy_run_is_audited_on_time_and_every_checkpoint_of_it_is_good(tmp_path: Path, capsys: Any) -> None:
+def test_a_healthy_run_is_audited_on_time_and_every_checkpoint_of_it_is_good(tmp_path: Path, cli) -> None:
     pretrain(tiny_run(tmp_path, **_sections(tmp_path)), quiet=True)
     data = json.loads((tmp_path / "run" / "precision.json").read_text())["audit"]
     assert [(one["step"], one["reason"]) for one in data["history"]] == [
         (0, "before the first step"), (1, "first update"), (2, "checkpoint"), (3, "every 3 steps"), (4, "checkpoint"), (6, "every 3 steps"), (8, "checkpoint"),
     ]  # fmt: skip
     assert {store.audit_of(entry.path) for entry in store.saved(tmp_path / "saved")} == {"good"}
-    assert main(["audit", str(tmp_path / "run"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(cli("audit", tmp_path / "run", "--json"))
     assert said["ok"]
     assert not any(one["changes"] for one in said["audits"])
 
@@ -101,12 +99,11 @@ def test_a_resumed_run_is_audited_at_once(tmp_path: Path) -> None:
     assert (1, "first update") in moments, "what was found before the resume is kept"
 
 
-def test_a_folder_without_audits_is_one_clear_line(tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_without_audits_is_one_clear_line(tmp_path: Path, cli) -> None:
     strange = {"step": 1, "ok": True, "facts": {}, "stage": [1]}
     for text in ("[" * 200000, '{"audit": {"history": []}}', json.dumps({"audit": {"history": [strange]}})):
         (tmp_path / "precision.json").write_text(text)
-        assert main(["audit", str(tmp_path)]) == 2
-        assert "has no audits" in capsys.readouterr().err
+        assert "has no audits" in cli("audit", tmp_path, code=2)
 
 
 def test_a_run_that_skips_every_step_is_no_success(tmp_path: Path, capsys: Any) -> None:

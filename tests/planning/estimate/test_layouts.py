@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
 from mpbridge.common.machines import machine
 from mpbridge.planning.capability import ASSUMED
@@ -157,25 +156,22 @@ constants: {gemm_bf16: 1.0, memory: 1.0, host: 0.5}
 """
 
 
-def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
-    path = tmp_path / "m.yaml"
-    path.write_text(MACHINE)
+def test_a_machine_file_replaces_rates_and_constants(file, cli):
+    path = file("m.yaml", MACHINE)
     made, held = read_machine(path)
     assert made.flops("bf16") == 0.2e12
     assert held.of("gemm_bf16") == 1.0
     assert held.of("attention") > 1.5
-    assert main(["estimate", "--config", "gpt_tiny", "--machine-file", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = cli("estimate --config gpt_tiny --machine-file", path)
     assert "here: a prediction" in said
     assert "TFLOP/s 0 a GPU" not in said
     assert "calibrate measured" in said
     assert "published" not in said
-    faster = tmp_path / "f.yaml"
-    faster.write_text(MACHINE.replace("bf16: 0.2", "bf16: 2.0"))
+    faster = file("f.yaml", MACHINE.replace("bf16: 0.2", "bf16: 2.0"))
     seconds = []
     for name in (path, faster):
-        main(["estimate", "--config", "gpt_tiny", "--machine-file", str(name), "--json"])
-        seconds.append(json.loads(capsys.readouterr().out)["seconds"])
+        printed = cli("estimate --config gpt_tiny --machine-file", name, "--json")
+        seconds.append(json.loads(printed)["seconds"])
     assert seconds[1] < seconds[0] / 2
 
 
@@ -189,15 +185,14 @@ def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
     pytest.param("machine: ht100\npeak: {bf16: 1}", "ht100", id="unknown machine"),
     pytest.param("a: [", "not YAML", id="no YAML"), pytest.param("x" * 70000, "more than", id="too large"),
 ])  # fmt: skip
-def test_a_wrong_machine_file_is_named(tmp_path, text, said):
-    path = tmp_path / "m.yaml"
-    path.write_text(text)
+def test_a_wrong_machine_file_is_named(file, text, said):
+    path = file("m.yaml", text)
     with pytest.raises(Exception, match=said) as error:
         read_machine(path)
     assert type(error.value).__module__ == "mpbridge.common.errors"
 
 
-def test_a_measured_run_stands_beside_its_prediction(tmp_path, capsys):
+def test_a_measured_run_stands_beside_its_prediction(tmp_path, cli):
     (tmp_path / "m.yaml").write_text(MACHINE)
     config = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).as_data()
     data = {
@@ -205,46 +200,43 @@ def test_a_measured_run_stands_beside_its_prediction(tmp_path, capsys):
     }  # fmt: skip
     (tmp_path / "timing.json").write_text(json.dumps(data))
     assert timing(tmp_path).seconds == 0.5
-    assert main(["estimate", "--against", str(tmp_path), "--machine-file", str(tmp_path / "m.yaml")]) == 0
-    assert "measured: 0.5 s (median of 10 steps)" in capsys.readouterr().out
+    printed = cli("estimate --against", tmp_path, "--machine-file", tmp_path / "m.yaml")
+    assert "measured: 0.5 s (median of 10 steps)" in printed
     (tmp_path / "timing.json").write_text("{}")
     with pytest.raises(BadValue, match="not the timing of a run"):
         timing(tmp_path)
 
 
-def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path, capsys):
+def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path, cli):
     data = {"recipe": "bf16_mixed", "seconds": 0.001, "tokens_per_second": 1e6, "steps": 10, "world_size": 8, "config": {}}  # fmt: skip
     (tmp_path / "timing.json").write_text(json.dumps(data))
     orders, where = {}, ["--config", "llama3_8b", "--target", "h100", "--world-size", "8", "--json"]
     for by, key in (("time", "seconds"), ("memory", "bytes")):
-        assert main(["recommend", *where, "--by", by]) == 0
-        every = json.loads(capsys.readouterr().out)["recipes"]
+        every = json.loads(cli("recommend", *where, "--by", by))["recipes"]
         rows = [row for row in every if row["legal"] and row["fit"] != "does not fit"]
         assert [row[key] for row in rows] == sorted(row[key] for row in rows)
         assert all(row["speed_known"] == "predicted" for row in rows)
         orders[by] = [row["recipe"] for row in rows]
     assert orders["time"] != orders["memory"]
-    assert main(["recommend", *where, "--by", "time", "--runs", str(tmp_path)]) == 0
-    first = json.loads(capsys.readouterr().out)["recipes"][0]
+    first = json.loads(cli("recommend", *where, "--by", "time", "--runs", tmp_path))["recipes"][0]
     assert (first["recipe"], first["seconds"]) == ("bf16_mixed", 0.001)
     assert first["speed_known"].startswith("measured in")
 
 
 @pytest.mark.parametrize("by", ["status", "time"])
-def test_recipes_that_fit_stand_before_those_that_are_tight(by, capsys):
+def test_recipes_that_fit_stand_before_those_that_are_tight(by, cli):
     where = ["--config", "deepseek_v3_671b", "--target", "h100", "--world-size", "2048"]
-    main(["recommend", *where, "--by", by, "--json"])
-    found = [row["fit"] for row in json.loads(capsys.readouterr().out)["recipes"] if row["legal"]]
+    printed = cli("recommend", *where, "--by", by, "--json")
+    found = [row["fit"] for row in json.loads(printed)["recipes"] if row["legal"]]
     assert [kind for kind, _ in itertools.groupby(found)] == ["fits", "tight", "does not fit"]
 
 
-def test_fewer_than_one_layout_is_refused(capsys):
+def test_fewer_than_one_layout_is_refused(cli):
     policy, facts = facts_of("gpt_tiny", 1)
     for most in (0, -1):
         with pytest.raises(BadValue, match="expected at least 1"):
             search(policy, facts, H100, most=most)
-        assert main(["layouts", "--target", "h100", "--most", str(most)]) == 2
-        assert f"--most {most}: expected at least 1" in capsys.readouterr().err
+        assert f"--most {most}: expected at least 1" in cli("layouts --target h100 --most", most, code=2)
 
 
 def test_no_two_layouts_of_the_list_differ_in_stages_alone_and_take_as_long():
@@ -272,32 +264,27 @@ def test_published_numbers_of_virtual_stages_are_considered():
     ("llama3_405b", [], "weights and gradients alone exceed the memory of 8 x H100"),
     ("gpt_tiny", ["train.global_batch_size=7", "--world-size", "64"], "sizes must divide 64 GPUs"),
 ], ids=["a rule", "memory", "sizes"])  # fmt: skip
-def test_what_refuses_every_layout_is_named(config, asked, said, capsys):
+def test_what_refuses_every_layout_is_named(config, asked, said, cli):
     where = ["layouts", "--config", config, "--target", "h100", "--world-size", "8", *asked]
-    assert main(where) == 1
-    assert said in capsys.readouterr().out
-    assert main([*where, "--json"]) == 1
-    assert said in json.loads(capsys.readouterr().out)["refused"][0]
+    assert said in cli(*where, code=1)
+    assert said in json.loads(cli(*where, "--json", code=1))["refused"][0]
 
 
 @pytest.mark.parametrize("own", ["tensor_model_parallel_size=3", "pipeline_model_parallel_size=3", "context_parallel_size=2"])  # fmt: skip
-def test_the_layout_that_is_replaced_is_no_reason(own, capsys):
+def test_the_layout_that_is_replaced_is_no_reason(own, cli):
     asked = ["layouts", "--config", "gpt_tiny", "--target", "h100", "--world-size", "8", "--most", "1", "--json"]
-    assert main([*asked, f"parallel.{own}", "train.global_batch_size=7"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["layouts"]
+    (one,) = json.loads(cli(*asked, f"parallel.{own}", "train.global_batch_size=7"))["layouts"]
     assert "tensor_model_parallel_size=2 parallel.pipeline_model_parallel_size=4" in one["changes"]
 
 
-def test_recipes_that_the_band_does_not_tell_apart_are_tied(capsys):
+def test_recipes_that_the_band_does_not_tell_apart_are_tied(cli):
     where = ["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "8", "--by", "time"]
-    assert main([*where, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(cli(*where, "--json"))
     rows = [row for row in answer["recipes"] if row["legal"] and row["seconds"]]
     most = rows[0]["seconds"] * (1 + rows[0]["band"])
     assert {row["tied"] for row in rows} == {True, False}
     assert all(row["tied"] == (row["seconds"] <= most) for row in rows)
-    assert main(where) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(cli(*where).split())
     assert f"{sum(row['tied'] for row in rows)} recipes lie within the error band of the fastest" in said
     assert answer["ties"]
     assert all(" ".join(tie.split()) in said for tie in answer["ties"])
@@ -309,51 +296,43 @@ def test_recipes_that_the_band_does_not_tell_apart_are_tied(capsys):
     assert least["recipe"] in said.partition("memory: least: ")[2].partition(";")[0]
 
 
-def test_a_machine_of_unknown_memory_refuses_no_layout(tmp_path, capsys):
-    path = tmp_path / "m.yaml"
-    path.write_text(MACHINE)
-    assert main(["layouts", "--machine-file", str(path), "--most", "1"]) == 0
-    assert "that of here is unknown" in capsys.readouterr().out
+def test_a_machine_of_unknown_memory_refuses_no_layout(file, cli):
+    path = file("m.yaml", MACHINE)
+    assert "that of here is unknown" in cli("layouts --machine-file", path, "--most", "1")
 
 
 def distributed(one):
     return dict(word.split("=", 1) for word in shlex.split(one["settings"]))["ddp.use_distributed_optimizer"]
 
 
-def test_the_optimizer_is_looked_at_both_ways_unless_the_file_says_which(capsys):
+def test_the_optimizer_is_looked_at_both_ways_unless_the_file_says_which(cli):
     policy, facts = facts_of("gpt_tiny", 4)
     for stated, ways in ((False, {False, True}), (True, {False})):
         every = itertools.chain(*families(policy, facts, H100, stated=stated))
         assert {run.optimizer.distributed for run in every} == ways
     start = ["layouts", "--target", "h100", "--world-size", "4", "--most", "40", "--json"]
     for said, ways in (((), {"true", "false"}), (("ddp.use_distributed_optimizer=false",), {"false"})):
-        assert main([*start, *said]) == 0
-        assert {distributed(one) for one in json.loads(capsys.readouterr().out)["layouts"]} == ways
+        assert {distributed(one) for one in json.loads(cli(*start, *said))["layouts"]} == ways
 
 
 @pytest.mark.parametrize("more", [["--recipes", "full_bf16"], ["--engine", "fsdp2"]], ids=lambda more: more[1])
-def test_what_cannot_distribute_the_optimizer_has_layouts_without_it(more, capsys):
-    assert main(["layouts", "--target", "h100", "--world-size", "4", "--json", *more]) == 0
-    found = json.loads(capsys.readouterr().out)["layouts"]
+def test_what_cannot_distribute_the_optimizer_has_layouts_without_it(more, cli):
+    found = json.loads(cli("layouts --target h100 --world-size 4 --json", *more))["layouts"]
     assert {distributed(one) for one in found} == {"false"}
 
 
-def test_a_recipe_of_the_list_that_is_not_there_is_named_and_one_that_is_twice_counts_once(capsys):
+def test_a_recipe_of_the_list_that_is_not_there_is_named_and_one_that_is_twice_counts_once(cli):
     for more in ([], ["--json"]):
-        assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,nope", *more]) == 2
-        said = capsys.readouterr()
-        assert "nope" in said.err
-        assert said.out == ""
+        assert "nope" in cli("layouts --target h100 --recipes bf16_mixed,nope", *more, code=2)
     # an H100 cannot run the last
-    assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,bf16_mixed,nvfp4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["layouts"]
+    found = json.loads(cli("layouts --target h100 --recipes bf16_mixed,bf16_mixed,nvfp4 --json"))["layouts"]
     assert {one["recipe"] for one in found} == {"bf16_mixed"}
     assert len(found) == len({one["settings"] for one in found})
 
 
-def test_a_line_names_what_differs_also_where_the_files_batch_does_not_divide_the_world(capsys):
-    assert main(["layouts", "--config", "gpt_oss_120b", "--target", "h100", "--world-size", "4096", "--most", "1"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("1: "))
+def test_a_line_names_what_differs_also_where_the_files_batch_does_not_divide_the_world(cli):
+    printed = cli("layouts --config gpt_oss_120b --target h100 --world-size 4096 --most 1")
+    (line,) = (line for line in printed.splitlines() if line.startswith("1: "))
     assert "parallel.tensor_model_parallel_size=" in line
     assert "pipeline_model_parallel_layout" not in line
 

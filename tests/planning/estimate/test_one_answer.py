@@ -7,8 +7,6 @@ import pathlib
 
 import pytest
 
-from mpbridge.cli.main import main
-
 WORLDS = {
     "deepseek_v3_671b": (1024, "b200"), "gpt_oss_120b": (64, "b200"), "llama3_405b": (512, "gb200"), "llama3_70b": (64, "h100"),
     "qwen3_235b_a22b": (256, "h100"), "qwen3_30b_a3b": (64, "h100"), "nemotron_3_nano": (32, "h100"), "nemotron_3_super": (64, "b200"),
@@ -22,13 +20,11 @@ OTHERS = sorted({path.stem for path in pathlib.Path("configs").glob("*.yaml")} -
 
 
 @pytest.mark.parametrize("config", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_check_offers_the_layout_that_layouts_lists_first(config, capsys):
+def test_check_offers_the_layout_that_layouts_lists_first(config, cli):
     world, target = WORLDS.get(config, (8, "h100"))
     where = ["--config", config, "--world-size", str(world), "--target", target, "--json"]
-    main(["check", *where])
-    mine = json.loads(capsys.readouterr().out)
-    main(["layouts", *where, "--most", "1"])
-    listed = json.loads(capsys.readouterr().out)["layouts"]
+    mine = json.loads(cli("check", *where, code=(0, 1)))
+    listed = json.loads(cli("layouts", *where, "--most", "1", code=(0, 1)))["layouts"]
     offered = [other["time"]["seconds"] for other in mine["others"] if "--recipe" not in other["settings"]]
     best = [one["seconds"] for one in listed if one["answer"] == "fits"]
     if mine["ok"] and mine["fit"]["answer"] == "fits":

@@ -23,16 +23,14 @@ def _at_the_root(monkeypatch: Patch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
 
 
-def test_the_picture_holds_the_steps_and_the_memory(tmp_path: Path, monkeypatch: Patch, capsys: Said) -> None:
+def test_the_picture_holds_the_steps_and_the_memory(tmp_path: Path, monkeypatch: Patch, cli) -> None:
     import mpbridge.cli.estimate as bars
 
     seen: list[Any] = []
     draw = bars.stacked_bars
     monkeypatch.setattr(bars, "stacked_bars", lambda path, panels: (seen.extend(panels), draw(path, panels)))
-    assert main(["estimate", *RUN, "--json", "--plot", str(tmp_path / "x.png")]) == 0
-    said = json.loads(capsys.readouterr().out)
-    main(["memory", *RUN, "--json"])
-    held = json.loads(capsys.readouterr().out)
+    said = json.loads(cli("estimate", *RUN, "--json", "--plot", tmp_path / "x.png"))
+    held = json.loads(cli("memory", *RUN, "--json"))
     time, memory = seen
     assert sum(time.bars[said["recipe"]].values()) == pytest.approx(said["seconds"])
     assert sum(time.bars["bf16_mixed"].values()) == pytest.approx(said["reference"]["seconds"])

@@ -8,7 +8,6 @@ import statistics
 
 import pytest
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
 from mpbridge.common.machines import machine
 from mpbridge.planning.capability import ASSUMED
@@ -142,60 +141,52 @@ def test_faster_links_memory_and_products_never_slow_a_step_down():
         assert estimate(run.policy, run.facts, dataclasses.replace(base, **change)).seconds <= whole
 
 
-def test_the_verb_prints_a_band_and_json(capsys):
+def test_the_verb_prints_a_band_and_json(cli):
     asked = ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "gb200", "--price", "2"]
-    assert main(asked) == 0
-    text = capsys.readouterr().out
+    text = cli(*asked)
     assert "a prediction" in text
     assert "published runs on GB200" in text
-    assert main([*asked, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(cli(*asked, "--json"))
     assert data["predicted"]
     assert data["price_per_billion_tokens"] == pytest.approx(2 * data["gpu_hours_per_billion_tokens"])
     assert data["reference"]["seconds"] > data["seconds"]
     assert (data["recipe"], data["reference"]["recipe"]) == ("bf16_with_fp8_current_scaling_mixed", "bf16_mixed")
 
 
-def test_a_recipe_that_the_machine_cannot_run_is_refused(capsys):
+def test_a_recipe_that_the_machine_cannot_run_is_refused(cli):
     where = ["--config", "llama3_70b", "--world-size", "64", "--target", "h100"]
-    assert main(["estimate", *where, "--recipe", "nvfp4"]) == 1
-    assert "NVFP4" in capsys.readouterr().err
+    assert "NVFP4" in cli("estimate", *where, "--recipe", "nvfp4", code=1, error=True)
 
 
 @pytest.mark.parametrize("verb", ["estimate", "recommend", "layouts", "memory"])
-def test_no_verb_makes_up_a_world(verb, capsys):
-    assert main([verb, "--config", "gpt_tiny", "--target", "h100", "--world-size", "0"]) == 2
-    assert "--world-size 0: expected at least 1" in capsys.readouterr().err
+def test_no_verb_makes_up_a_world(verb, cli):
+    printed = cli(verb, "--config", "gpt_tiny", "--target", "h100", "--world-size", "0", code=2)
+    assert "--world-size 0: expected at least 1" in printed
 
 
 @pytest.mark.parametrize("verb", ["estimate", "recommend"])
 @pytest.mark.parametrize("price", ["-1", "nan", "inf", "two"])
-def test_a_price_is_a_number_of_zero_or_more(verb, price, capsys):
-    assert main([verb, "--config", "gpt_tiny", "--target", "h100", f"--price={price}"]) == 2
-    assert "not a price: expected a number of 0 or more" in capsys.readouterr().err
+def test_a_price_is_a_number_of_zero_or_more(verb, price, cli):
+    printed = cli(verb, "--config", "gpt_tiny", "--target", "h100", f"--price={price}", code=2)
+    assert "not a price: expected a number of 0 or more" in printed
 
 
 @pytest.mark.parametrize("verb", ["estimate", "recommend", "layouts"])
-def test_every_verb_that_predicts_names_what_it_leaves_out(verb, capsys):
+def test_every_verb_that_predicts_names_what_it_leaves_out(verb, cli):
     asked = [verb, "--config", "gpt_tiny", "--target", "l40s", "train.global_batch_size=16", "--world-size"]
-    assert main([*asked, "16"]) == 0
-    assert "left out: traffic between hosts: L40S has no network" in capsys.readouterr().out
-    assert main([*asked, "4"]) == 0
-    assert "left out" not in capsys.readouterr().out
+    assert "left out: traffic between hosts: L40S has no network" in cli(*asked, "16")
+    assert "left out" not in cli(*asked, "4")
 
 
-def test_sizes_that_fit_no_recipe_are_said_once(capsys):
-    assert main(["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "7"]) == 2
-    assert capsys.readouterr().err.count("7 processes cannot be divided into tensor 2") == 1
-    assert main(["layouts", "--config", "llama3_8b", "--target", "h100", "--world-size", "7"]) == 1
-    assert "sizes must divide 7 GPUs" in capsys.readouterr().out
+def test_sizes_that_fit_no_recipe_are_said_once(cli):
+    printed = cli("recommend --config llama3_8b --target h100 --world-size 7", code=2)
+    assert printed.count("7 processes cannot be divided into tensor 2") == 1
+    assert "sizes must divide 7 GPUs" in cli("layouts --config llama3_8b --target h100 --world-size 7", code=1)
 
 
-def test_unusual_kernels_are_said_to_take_longer_in_one_direction(capsys):
+def test_unusual_kernels_are_said_to_take_longer_in_one_direction(cli):
     where = ["--config", "gpt_oss_120b", "--target", "gb200", "--world-size", "64"]
-    assert main(["estimate", *where, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(cli("estimate", *where, "--json"))
     assert data["span"] == [data["seconds"], pytest.approx(2.17 * data["seconds"])]
     for verb in ("estimate", "layouts", "recommend"):
-        assert main([verb, *where]) == 0
-        assert "published runs of such a model take longer than predicted" in " ".join(capsys.readouterr().out.split())
+        assert "published runs of such a model take longer than predicted" in " ".join(cli(verb, *where).split())

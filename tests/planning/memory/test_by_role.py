@@ -6,7 +6,6 @@ import json
 import pytest
 
 from mpbridge import ConfigContainer
-from mpbridge.cli.main import main
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.machines import machine
 from mpbridge.planning.capability import ASSUMED
@@ -36,6 +35,10 @@ SMALL = ModelShape(
     num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=64, seq_length=32,
     linear_bias=False,
 )  # fmt: skip
+GPT = ModelShape(
+    num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096, num_query_groups=16, kv_channels=64, vocab_size=128, seq_length=2048
+)  # fmt: skip
+"""Of multi-head attention, for the formulas of arXiv 2205.05198."""
 H100, B200 = machine("h100"), machine("b200")
 SHARDED = OptimizerFacts(distributed=True)
 WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -180,10 +183,7 @@ def test_full_recomputation_keeps_the_inputs_of_layers():
 
 def test_layers_that_share_a_kept_input_are_all_in_memory_when_they_are_computed_again():
     """Two layers more at once: two more of 34 s b h bytes, and two inputs of 2 s b h bytes fewer (arXiv 2205.05198; transformer_block.py _checkpointed_forward)."""
-    gpt = ModelShape(
-        num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096, num_query_groups=16, kv_channels=64, vocab_size=128, seq_length=2048
-    )  # fmt: skip
-    few, many = (facts(1, shape=gpt, model=WHOLE | {"recompute_num_layers": n, "hidden_dropout": 0.1}) for n in (2, 4))
+    few, many = (facts(1, shape=GPT, model=WHOLE | {"recompute_num_layers": n, "hidden_dropout": 0.1}) for n in (2, 4))
     found = activations(policy("bf16"), many, at(many)) - activations(policy("bf16"), few, at(few))
     assert found / (2048 * 1024) == pytest.approx(2 * 34 - 2 * 2, abs=6)
     block, blocks = (dataclasses.replace(run, model=run.model | {"recompute_method": "block"}) for run in (few, many))
@@ -193,10 +193,7 @@ def test_layers_that_share_a_kept_input_are_all_in_memory_when_they_are_computed
 @pytest.mark.parametrize("count", [8, 20])
 def test_a_block_of_recomputed_layers_has_no_prediction_layer(count):
     """It keeps 34 s b h bytes instead of its input's 2 (arXiv 2205.05198; multi_token_prediction.py _checkpointed_forward: block is not supported)."""
-    gpt = ModelShape(
-        num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096, num_query_groups=16, kv_channels=64, vocab_size=128, seq_length=2048,
-        mtp_layers=1,
-    )  # fmt: skip
+    gpt = dataclasses.replace(GPT, mtp_layers=1)
     uniform, block = (
         facts(1, shape=gpt, model=WHOLE | {"recompute_method": how, "recompute_num_layers": n, "hidden_dropout": 0.1})
         for how, n in (("uniform", 1), ("block", count))
@@ -218,11 +215,8 @@ def test_latent_down_projections_keep_a_ranks_part_of_the_sequence():
 
 def test_a_layer_of_activations_by_the_published_formula():
     """arXiv 2205.05198, equation 2: s b h (34 + 5 a s / h) with dropout, without fused attention; ours has neither scores nor their dropout mask."""
-    gpt = ModelShape(
-        num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096, num_query_groups=16, kv_channels=64, vocab_size=128, seq_length=2048
-    )  # fmt: skip
-    run = facts(1, shape=gpt, model={"hidden_dropout": 0.1})
-    less = dataclasses.replace(run, shape=dataclasses.replace(gpt, num_layers=7))
+    run = facts(1, shape=GPT, model={"hidden_dropout": 0.1})
+    less = dataclasses.replace(run, shape=dataclasses.replace(GPT, num_layers=7))
     layer = activations(policy("bf16"), run, at(run)) - activations(policy("bf16"), less, at(run))
     assert layer / (2048 * 1024) == pytest.approx(34, abs=3)
 
@@ -524,15 +518,13 @@ def test_states_on_the_host_are_not_counted_and_their_absence_is_said(fraction):
     assert there.exact is not bool(fraction)
 
 
-def test_what_is_smaller_than_it_is_counted_never_certainly_exceeds_a_memory(capsys):
+def test_what_is_smaller_than_it_is_counted_never_certainly_exceeds_a_memory(cli):
     """Sequences of several lengths may all be as long as they are counted; layers of several shapes are smaller, their states too."""
     batches = ["train.micro_batch_size=16", "train.global_batch_size=128", "ddp.use_distributed_optimizer=true"]
     settings = ["--config", "llama3_8b", "--target", "h100", "--world-size", "8", *batches, "--json"]
-    assert main(["check", *settings]) == 1
-    assert "does not fit" in json.loads(capsys.readouterr().out)["verdict"]
+    assert "does not fit" in json.loads(cli("check", *settings, code=1))["verdict"]
     lengths = ["model.variable_seq_lengths=true", "model.moe_token_dispatcher_type=alltoall"]
-    assert main(["check", *settings, *lengths]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli("check", *settings, *lengths, code=1))
     assert "does not fit" in found["verdict"]
     assert any("sequences of several lengths" in note and "at most as large" in note for note in found["notes"])
     several = facts(1, optimizer=OptimizerFacts(), model={"heterogeneous_block_specs": True})
@@ -541,21 +533,20 @@ def test_what_is_smaller_than_it_is_counted_never_certainly_exceeds_a_memory(cap
     assert verdict(one, H100.memory_bytes) == "tight"
 
 
-def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):
+def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(cli):
     asked = ["memory", "--config", "llama3_70b", "--world-size", "64", "--target", "h100"]
     said = {}
     for rank in ("0", "63"):
-        main([*asked, "--rank", rank])
-        said[rank] = " ".join(capsys.readouterr().out.split())
+        said[rank] = " ".join(cli(*asked, "--rank", rank).split())
     other = [text for text in said.values() if "the fullest, needs" in text]
     assert len(other) == 1
     assert "; rank " in other[0]
 
 
 @pytest.mark.parametrize(("config", "basis"), [("llama3_8b", "measured on Mega"), ("nemotron_h_8b", "measured on 8 ")])
-def test_activations_say_which_models_were_measured(capsys, config, basis):
-    main(["memory", "--config", config, "--target", "h100"])
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("activations"))
+def test_activations_say_which_models_were_measured(cli, config, basis):
+    printed = cli("memory --config", config, "--target", "h100", code=1)
+    row = next(line for line in printed.splitlines() if line.startswith("activations"))
     assert row.split("  ")[-1].startswith(basis)
 
 

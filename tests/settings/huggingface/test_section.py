@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from mpbridge.settings.draft import filled
 from mpbridge.settings.huggingface.folder import tensors
 from mpbridge.settings.huggingface.section import section, tree
 from mpbridge.settings.huggingface.written import config_json
+from tests.light import HEAVY, loaded_by
 from tests.settings.huggingface import published
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -251,15 +250,11 @@ def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
     assert tensors(folder(tmp_path / "model", published.LLAMA_3_8B)) == {}
 
 
-def test_verbs_that_think_answer_for_a_folder_without_any_library(tmp_path: Path) -> None:
+def test_verbs_that_think_answer_for_a_folder_without_any_library(tmp_path: Path, cli) -> None:
     vocabulary = json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}).encode()
     place = folder(tmp_path / "model", published.LLAMA_3_1_8B, tokenizer__json=vocabulary)
-    words = f"memory --config hf:{place} --target b200 data.tokenizer={place} model.vocab_size=null".split()
-    heavy = {"torch", "megatron", "numpy", "safetensors", "tokenizers", "transformers", "datasets", "huggingface_hub", "pyarrow"}  # fmt: skip
-    code = (
-        f"import sys\nfrom mpbridge.cli.main import main\nassert main({words!r}) in (0, 1)\n"
-        f"print(sorted({heavy!r} & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert done.stderr.strip() == "[]"
-    assert "parameters on 1 GPU" in done.stdout
+    words = f"memory --config hf:{place} --target b200 data.tokenizer={place} model.vocab_size=null"
+    libraries = ("safetensors", "tokenizers", "transformers", "datasets", "huggingface_hub", "pyarrow")
+    code = f"from mpbridge.cli.main import main\nassert main({words.split()}) in (0, 1)"
+    assert loaded_by(code, (*HEAVY, *libraries)) == []
+    assert "parameters on 1 GPU" in cli(words)

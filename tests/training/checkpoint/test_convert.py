@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import io as streams
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ from mpbridge.training.checkpoint.format import decoded, encoded
 from mpbridge.training.checkpoint.verdict import FILE
 from tests import megatron_checkpoints
 from tests.forked import codes, ranks, said
+from tests.light import loaded_by
 from tests.training.checkpoint.hostile import Payload, forge, pickled
 from tests.training.survival import Hook, go, run
 
@@ -463,7 +463,4 @@ def test_the_process_reads_the_checkpoint_and_writes_one_folder(tmp_path):
 
 
 def test_it_loads_no_framework():
-    code = "import sys; import mpbridge.training.checkpoint.converter_process; print([m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])"
-    root = str(Path(__file__).parents[3])
-    environment = {"PYTHONPATH": root, "PATH": os.environ.get("PATH", "")}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
+    assert loaded_by("import mpbridge.training.checkpoint.converter_process") == []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import torch
 
 from mpbridge.cli import resume_check
-from mpbridge.cli.main import parser_of
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
@@ -23,6 +20,7 @@ from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.continuation import of_run
 from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, fingerprint, learned, read_fingerprint, verdict
+from tests.light import loaded_by
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "resume_verdicts.txt"
 LETTER = {"same": "=", "safe": "s", "lossy": "L", "weights only": "w", "refused": "X"}
@@ -185,11 +183,9 @@ def _negative(folder):
         pytest.param(lambda folder: (folder / "__0_0.distcp").write_text("{"), "__0_0.distcp has 1 bytes", id="cut"),
     ],
 )
-def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named):
+def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named, cli):
     damage(checkpoint)
-    parser = parser_of("resume-check")
-    with pytest.raises(CheckpointError, match=named):
-        resume_check.run(parser.parse_args([str(checkpoint)]))
+    assert named in cli("resume-check", checkpoint, code=2)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +197,9 @@ def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage
         pytest.param(["--recipe", "bf16", "--json"], 1, '"kind": "lossy"', id="json"),
     ],
 )
-def test_the_verb_says_it(checkpoint, capsys, arguments, code, said):
-    parser = parser_of("resume-check")
+def test_the_verb_says_it(checkpoint, cli, arguments, code, said):
     for where in (checkpoint, checkpoint.parent):
-        assert resume_check.run(parser.parse_args([str(where), *arguments])) == code
-        assert said in capsys.readouterr().out
+        assert said in cli("resume-check", where, *arguments, code=code)
 
 
 def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
@@ -215,14 +209,8 @@ def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
 
 
 def test_the_verb_needs_no_framework(checkpoint):
-    script = (
-        "import sys; from mpbridge.cli.main import main;"
-        f"code = main(['resume-check', {str(checkpoint)!r}, '--recipe', 'bf16_mixed']);"
-        "loaded = {'torch', 'megatron', 'numpy'} & set(sys.modules); sys.exit(9 if loaded else code)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "lossy" in done.stdout
+    words = ["resume-check", str(checkpoint), "--recipe", "bf16_mixed"]
+    assert loaded_by(f"from mpbridge.cli.main import main\nassert main({words}) == 1") == []
 
 
 @pytest.mark.parametrize(
@@ -252,15 +240,12 @@ def test_the_sizes_of_a_hybrid_under_their_former_name_are_read(sizes):
     assert Fingerprint.from_data(data).shape["sizes"] == (sizes or {})
 
 
-def test_a_missing_checkpoint_is_named(tmp_path):
-    parser = parser_of("resume-check")
-    with pytest.raises(CheckpointError, match="without checkpoints"):
-        resume_check.run(parser.parse_args([str(tmp_path)]))
+def test_a_missing_checkpoint_is_named(tmp_path, cli):
+    assert "without checkpoints" in cli("resume-check", tmp_path, code=2)
 
 
-def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
+def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, cli):
     """A checkpoint's own configuration with settings on top, or another configuration."""
-    from mpbridge.cli.main import main
     from mpbridge.training.checkpoint.format import encoded
 
     monkeypatch.chdir(tmp_path)
@@ -285,8 +270,8 @@ def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
         "scheduler.lr_warmup_init=1e-4": "scheduler.lr_warmup_init=0.0;", "scheduler.lr_wsd_decay_iters=6": None,
     }  # fmt: skip
     for settings, needs in cases.items():
-        assert main(["resume-check", str(folder), *settings.split(), "--json"]) == (0 if needs is None else 1), settings
-        found = json.loads(capsys.readouterr().out)["needs"]
+        printed = cli("resume-check", folder, *settings.split(), "--json", code=0 if needs is None else 1)
+        found = json.loads(printed)["needs"]
         assert [needs in text for text in found] == ([] if needs is None else [True]), found
     others = {
         "optimizer.adam_beta2": (0.95, 0.5),
@@ -294,24 +279,23 @@ def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
         "model.hidden_dropout": (0.0, 0.5),
     }
     for setting, (had, gets) in others.items():
-        assert main(["resume-check", str(folder), "train.train_iters=14", f"{setting}={gets}"]) == 0
-        assert f"{setting.partition('.')[2]} {had} -> {gets}" in capsys.readouterr().out
-    assert main(["resume-check", str(folder), "train.train_iters=14", "train.global_batch_size=2"]) == 1
-    assert f"global_batch_size {batch} -> 2" in capsys.readouterr().out
-    assert main(["resume-check", str(folder), "--config", "gpt_tiny"]) == 1  # another model
-    assert "num_layers is 1 in the checkpoint and 4" in capsys.readouterr().out
+        printed = cli("resume-check", folder, "train.train_iters=14", f"{setting}={gets}")
+        assert f"{setting.partition('.')[2]} {had} -> {gets}" in printed
+    printed = cli("resume-check", folder, "train.train_iters=14", "train.global_batch_size=2", code=1)
+    assert f"global_batch_size {batch} -> 2" in printed
+    # another model
+    assert "num_layers is 1 in the checkpoint and 4" in cli("resume-check", folder, "--config", "gpt_tiny", code=1)
 
 
 @pytest.mark.parametrize("odd", [[1], "x", {"scheduler": []}, {"scheduler": {"lr_decay_steps": torch.zeros(2)}}])
-def test_a_schedule_that_is_none_is_named(checkpoint, odd):
+def test_a_schedule_that_is_none_is_named(checkpoint, odd, cli):
     from mpbridge.training.checkpoint.format import encoded
 
     (checkpoint / "state.json").write_text(json.dumps(encoded({"run": odd})))
     files = ("index.json", "state.json", "__0_0.distcp", FILE)
     sums = {name: store._facts(checkpoint / name) for name in files}
     store.write_whole(checkpoint / store.MANIFEST, json.dumps({"schema": store.SCHEMA, "step": 12, "files": sums}))
-    with pytest.raises(CheckpointError, match=r"state\.json: run\.scheduler"):
-        resume_check.run(parser_of("resume-check").parse_args([str(checkpoint)]))
+    assert "state.json: run.scheduler" in cli("resume-check", checkpoint, code=2)
 
 
 def test_what_decides_an_update_is_compared_between_optimizers_with_the_same_states() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.training.data.batches import open_corpus
 from mpbridge.training.data.sources import find
@@ -71,16 +70,14 @@ def test_held_out_text_of_its_own_is_not_trained_on(tmp_path: Path) -> None:
     assert {int(valid[n]["tokens"][1]) for n in range(20)} <= set(b"v\n") | {256}
 
 
-def test_the_verb_packs_and_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_packs_and_looks(tmp_path: Path, cli) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     out = ["--out", str(tmp_path / "packed"), "--cache", str(tmp_path / "cache")]
-    assert main(["data", "prepare", str(source), *out]) == 0
-    said = capsys.readouterr().out
+    said = cli("data prepare", source, *out)
     assert "40 documents" in said
     assert f"{tmp_path / 'packed'}_text_document" in said
-    assert main(["data", "inspect", f"{tmp_path / 'packed'}_text_document", "--json"]) == 0
-    (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+    (pair,) = json.loads(cli("data inspect", f"{tmp_path / 'packed'}_text_document", "--json"))["pairs"]
     lengths = sorted(map(len, expected()))
     assert (pair["documents"], pair["tokens"], pair["shortest"], pair["longest"]) == (
         40,
@@ -91,11 +88,9 @@ def test_the_verb_packs_and_looks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (pair["largest_token"], pair["dtype"], pair["first"][:3]) == (256, "uint16", list(b"row"))
     with (tmp_path / "packed_text_document.bin").open("ab") as stream:
         stream.truncate(100)
-    assert main(["data", "inspect", f"{tmp_path / 'packed'}_text_document"]) == 2
-    assert "one of them is truncated" in capsys.readouterr().err
+    assert "one of them is truncated" in cli("data inspect", f"{tmp_path / 'packed'}_text_document", code=2)
     for words, wanted in (
         (["prepare"], "no SOURCE"),
         (["inspect"], "nothing to inspect"),
     ):
-        assert main(["data", *words]) == 2
-        assert wanted in capsys.readouterr().err
+        assert wanted in cli("data", *words, code=2)

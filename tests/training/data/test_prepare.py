@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.training.data import prepare as prepare_module
 from mpbridge.training.data.look import Skip, Text, records
@@ -74,14 +73,13 @@ def test_each_malformed_record_has_its_reason(tmp_path: Path, line: bytes, reaso
     ]
 
 
-def test_every_key_gets_its_pair_even_without_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_gets_its_pair_even_without_a_document(tmp_path: Path, cli) -> None:
     source = _lines(tmp_path / "a.jsonl", ['{"text": "a", "title": null}'])
     places = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
-    assert main(["data", "prepare", str(source), "--keys", "text", "title", *places]) == 0
+    assert "1 null" in cli("data prepare", source, "--keys", "text", "title", *places)
     assert {path.name for path in tmp_path.glob("out*")} == {
         f"out_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx")
     }
-    assert "1 null" in capsys.readouterr().out
 
 
 def test_nothing_usable_is_an_error_with_the_reasons(tmp_path: Path) -> None:
@@ -117,14 +115,13 @@ def test_a_name_in_upper_case_is_read_by_lines_too(tmp_path: Path) -> None:
 
 
 def test_a_failing_tokenizer_ends_with_an_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     files = [_lines(tmp_path / name, ["text"]) for name in ("a.txt", "b.txt")]
     command = ["data", "prepare", *map(str, files), "--cache", str(tmp_path / "cache")]
-    assert main([*command, "--tokenizer", f"{Path(__file__).stem}:_broken"]) == 2
-    assert "no tokens today" in capsys.readouterr().err
+    assert "no tokens today" in cli(*command, "--tokenizer", f"{Path(__file__).stem}:_broken", code=2)
     assert not (tmp_path / "cache").exists()
 
 
@@ -138,7 +135,7 @@ def test_a_failure_while_writing_leaves_no_folder_behind(tmp_path: Path, monkeyp
 
 
 def test_a_copy_without_room_leaves_nothing_and_is_no_misuse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     def copied(source: Path, part: Path) -> None:
         part.write_text("half")
@@ -147,8 +144,7 @@ def test_a_copy_without_room_leaves_nothing_and_is_no_misuse(
     source = _lines(tmp_path / "a.txt", ["text"])
     monkeypatch.setattr(prepare_module.shutil, "copyfile", copied)
     places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "new/folder/out")]
-    assert main(["data", "prepare", str(source), *places]) == 1
-    assert "No space left" in capsys.readouterr().err
+    assert "No space left" in cli("data prepare", source, *places, code=1, error=True)
     assert not (tmp_path / "new").exists()
 
 

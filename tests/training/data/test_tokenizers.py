@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, Contradiction, DataError
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.tokenizers import tokenizer_files
@@ -193,9 +192,8 @@ def test_who_says_which_token_ends_a_text_is_asked_in_order(tmp_path: Path) -> N
     assert (two.end, two.ends_by) == (None, "'<|endoftext|>' and '</s>' are both possible")
 
 
-def test_inspect_reads_as_a_sentence_where_a_name_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "inspect", "--tokenizer", str(vocabulary(tmp_path / "tok", "</s>"))]) == 0
-    assert "as said by   its name only, since" in capsys.readouterr().out
+def test_inspect_reads_as_a_sentence_where_a_name_decides(tmp_path: Path, cli) -> None:
+    assert "as said by   its name only, since" in cli("data inspect --tokenizer", vocabulary(tmp_path / "tok", "</s>"))
 
 
 def test_who_says_which_token_fills_up_is_asked_in_order(tmp_path: Path) -> None:

@@ -185,9 +185,8 @@ def test_the_lowest_of_all_audits_counts_not_the_last(changed):
     assert {"bf16", "fp16"} <= set(found["attn"].seen["attention"])
 
 
-def test_a_model_card_has_the_recipe_the_audits_and_every_dtype(runs, capsys):
-    assert main(["disclose", str(runs("nvfp4, later bf16"))]) == 0
-    text = capsys.readouterr().out
+def test_a_model_card_has_the_recipe_the_audits_and_every_dtype(runs, cli):
+    text = cli("disclose", runs("nvfp4, later bf16"))
     assert "`bf16_with_nvfp4_mixed`" in text
     assert "emulated in software" in text
     assert "| exp_avg | fp32 | fp32 | ok |" in text

@@ -401,16 +401,16 @@ def test_many_files_are_hashed_with_progress(tmp_path):
     assert told[-1][0] == told[-1][1] == sum(path.stat().st_size for path in tmp_path.rglob("*.bin")) - (3 << 12)
 
 
-def test_served_weights_are_signed_with_their_contract(made, tmp_path, capsys):
+def test_served_weights_are_signed_with_their_contract(made, tmp_path, capsys, cli):
     """A changed contract, a changed shard and another run's evidence are refused by name."""
     path = checkpoint(made)
     recipe, folder = "bf16_with_mxfp8_mixed", tmp_path / "served"
     command = ["convert", f"ckpt:{path}", f"hf:{folder}", "--quantization", "mxfp8", "--recipe", recipe]
-    assert main(command) == 0
-    assert main(["disclose", str(folder), "--sign", str(made / "key.pem")]) == 2
-    assert "served weights with their contract.json, --run DIR" in capsys.readouterr().err
+    cli(*command)
+    printed = cli("disclose", folder, "--sign", made / "key.pem", code=2)
+    assert "served weights with their contract.json, --run DIR" in printed
     sign = ["disclose", str(folder), "--run", str(made / "run"), "--sign", str(made / "key.pem")]
-    assert main(sign) == 0
+    cli(*sign)
     code, said = verify(folder, made, capsys)
     assert code == 0, said
     assert f"WARNED: 3 audits passed, 0 failed\n  quantized by another recipe than the run's: {recipe}" in said
@@ -425,5 +425,4 @@ def test_served_weights_are_signed_with_their_contract(made, tmp_path, capsys):
         (folder / name).write_bytes(data)
     contract = json.loads((folder / "contract.json").read_text())
     (folder / "contract.json").write_text(json.dumps(contract | {"run": None}))
-    assert main(sign) == 2
-    assert "names no run" in capsys.readouterr().err
+    assert "names no run" in cli(*sign, code=2)

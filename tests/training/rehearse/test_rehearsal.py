@@ -37,14 +37,11 @@ def corpus(tmp_path: Path) -> list[str]:
     return [f"data.corpus={text}", f"data.cache_dir={tmp_path / 'cache'}", "data.split='98,1,1'"]
 
 
-def test_the_command_writes_report_and_page(
-    tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_report_and_page(tmp_path: Path, corpus: list[str], cli) -> None:
     out = tmp_path / "out"
     recipes = f"bf16_mixed,{CURRENT},{DELAYED}"
     command = ["rehearse", *f"--suggest --recipes {recipes} --steps 2 --every 1".split(), "--out", str(out)]
-    assert main([*command, *TINY, *corpus]) == 0
-    printed = capsys.readouterr().out
+    printed = cli(*command, *TINY, *corpus)
     assert "do not rank recipes" in printed
     assert printed.count("accumulation order") == 1
     # delayed scaling, the last recipe, cannot be tuned: the one before it is
@@ -84,9 +81,7 @@ def test_the_command_writes_report_and_page(
         assert name in page
 
 
-def test_a_rehearsal_begins_from_a_checkpoints_weights(
-    tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rehearsal_begins_from_a_checkpoints_weights(tmp_path: Path, corpus: list[str], cli) -> None:
     settings, kept = [*TINY, *corpus], str(tmp_path / "kept")
     trained = [
         "train.train_iters=8",
@@ -94,18 +89,17 @@ def test_a_rehearsal_begins_from_a_checkpoints_weights(
         f"logger.log_dir={tmp_path / 'run'}",
         f"checkpoint.save={kept}",
     ]
-    assert main(["train", "--recipe", "bf16_mixed", *settings, *trained]) == 0
+    cli("train --recipe bf16_mixed", *settings, *trained)
     out = tmp_path / "out"
     command = ["rehearse", "--recipes", f"bf16_mixed,{MXFP8}", "--steps", "1", "--out", str(out), *settings]
-    assert main([*command, f"checkpoint.load={kept}"]) == 0
+    cli(*command, f"checkpoint.load={kept}")
     report = json.loads((out / "report.json").read_text())
     assert report["made"]["weights"].startswith(kept)
     assert [recipe["failure"] for recipe in report["recipes"]] == [None, None]
     assert all(recipe["losses"][0] < 5.0 for recipe in report["recipes"])  # 5.8 from scratch
-    assert main([*command, f"checkpoint.load={tmp_path / 'nowhere'}"]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "no such folder" in cli(*command, f"checkpoint.load={tmp_path / 'nowhere'}", code=2)
     first = tmp_path / "first"  # as in a folder of `mpbridge init`: nothing has been saved yet
-    assert main([*command, "--recipes", "fp32", f"checkpoint.load={first}", f"checkpoint.save={first}"]) == 0
+    cli(*command, "--recipes", "fp32", f"checkpoint.load={first}", f"checkpoint.save={first}")
 
 
 def test_a_rehearsal_that_a_signal_ends_is_interrupted_and_judges_no_part(
@@ -177,9 +171,8 @@ def test_a_recipe_that_cannot_run_is_reported_beside_the_others(
     capsys.readouterr()
 
 
-def test_misuse_is_said_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rehearse", "--recipes", "bf16_mxfp9"]) == 2
-    assert "bf16_with_mxfp8_mixed" in capsys.readouterr().err
-    assert main(["rehearse", "--steps", "0"]) == 2
+def test_misuse_is_said_before_anything_runs(cli) -> None:
+    assert "bf16_with_mxfp8_mixed" in cli("rehearse --recipes bf16_mxfp9", code=2)
+    cli("rehearse --steps 0", code=2)
     with pytest.raises(UnknownName):
         rehearse(None, ["nope"])  # type: ignore[arg-type]

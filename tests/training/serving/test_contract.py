@@ -160,19 +160,16 @@ def test_powers_of_two_are_checked_against_the_gpu(path: Path, tmp_path: Path) -
     assert "multiplies with powers of two" in found.text
 
 
-def test_the_verb_exits_with_1_and_the_worst_first(path: Path, tmp_path: Path, capsys) -> None:
+def test_the_verb_exits_with_1_and_the_worst_first(path: Path, tmp_path: Path, cli) -> None:
     folder = models.serve(path, tmp_path / "out", MO, models.RECIPES["mxfp8"])
-    assert main(["contract", str(folder)]) == 0
-    assert "nothing contradicts itself" in capsys.readouterr().out
+    assert "nothing contradicts itself" in cli("contract", folder)
     held = load_file(folder / "model.safetensors")
     save_file(held | {"model.new.weight": torch.zeros(2)}, folder / "model.safetensors")
-    assert main(["contract", str(folder)]) == 1
-    assert "is not in contract.json: added since" in capsys.readouterr().out
+    assert "is not in contract.json: added since" in cli("contract", folder, code=1)
     held[f"{L0}mlp.down_proj.weight"].view(torch.uint8)[0, 0] ^= 1
     del held[f"{L0}mlp.up_proj.weight_scale"]
     save_file(held, folder / "model.safetensors")
-    assert main(["contract", str(folder), "--run", str(path), "--recipe", models.RECIPES["mxfp8"]]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("contract", folder, "--run", path, "--recipe", models.RECIPES["mxfp8"], code=1).splitlines()
     assert "up_proj.weight_scale" in lines[2]
     assert "no known rule gives these bytes" in "".join(lines)
     assert "is not what contract.json recorded" in "".join(lines)
@@ -285,19 +282,17 @@ def test_a_damaged_or_foreign_folder_is_named(case: Any, tmp_path: Path, capsys)
 @pytest.mark.parametrize(
     ("name", "to"), [("model.safetensors", "model.safetensors"), ("config.json", "/dev/zero"), (INDEX, ".")]
 )
-def test_links_that_lead_nowhere_are_named(name: str, to: str, tmp_path: Path, capsys) -> None:
+def test_links_that_lead_nowhere_are_named(name: str, to: str, tmp_path: Path, cli) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(entry())
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).symlink_to(to)
-    assert main(["contract", str(tmp_path)]) == (1 if name == INDEX else 2)
-    err = capsys.readouterr().err
+    err = cli("contract", tmp_path, code=1 if name == INDEX else 2)
     assert name == INDEX or name in err
     assert "Traceback" not in err
 
 
-def test_a_fifo_is_not_waited_for(tmp_path: Path, capsys) -> None:
+def test_a_fifo_is_not_waited_for(tmp_path: Path, cli) -> None:
     (tmp_path / "config.json").write_text("{}")
     os.mkfifo(tmp_path / "model.safetensors")
-    assert main(["contract", str(tmp_path)]) == 2
-    assert "it is a FIFO, expected a regular file" in capsys.readouterr().err
+    assert "it is a FIFO, expected a regular file" in cli("contract", tmp_path, code=2)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.common.facts import Parallel
 from mpbridge.settings.container import ConfigContainer
@@ -109,11 +108,11 @@ def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) 
     assert "linear_fc1" not in reasons
 
 
-def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(path: Path, tmp_path: Path, capsys) -> None:
+def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(path: Path, tmp_path: Path, cli) -> None:
     def convert(*options: str) -> str:
-        assert main(["convert", f"ckpt:{path}", f"hf:{tmp_path / 'out'}", *options]) == 2
+        told = cli("convert", f"ckpt:{path}", f"hf:{tmp_path / 'out'}", *options, code=2)
         assert not list(tmp_path.iterdir())
-        return capsys.readouterr().err
+        return told
 
     mxfp8, delayed = models.RECIPES["mxfp8"], "bf16_with_fp8_delayed_scaling_mixed"
     told = convert("--quantization", "fp8", "--recipe", mxfp8)
@@ -157,18 +156,17 @@ def test_a_weight_of_zeros_has_a_second_level_scale_of_one(tmp_path: Path) -> No
         assert examine(folder, path, recipe=models.RECIPES["nvfp4"]).found == []
 
 
-def test_weights_that_are_not_finite_are_refused_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_not_finite_are_refused_or_said(tmp_path: Path, cli) -> None:
     given = models.weights()
     given["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     given["model.norm.weight"][7] = float("inf")
     path = folders.convert(folders.write(tmp_path / "bf16", models.CONFIG, given), tmp_path / "run").path
     command = ["convert", f"ckpt:{path}", f"hf:{tmp_path / 'out'}"]
-    assert main([*command, "--quantization", "modelopt", "--recipe", models.RECIPES["mxfp8"]]) == 1
     said = "decoder.layers.1.mlp.linear_fc2.weight has 1 of 98,304 values that are not finite"
-    assert said in capsys.readouterr().err
+    served = ("--quantization", "modelopt", "--recipe", models.RECIPES["mxfp8"])
+    assert said in cli(*command, *served, code=1, error=True)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["bf16", "run"]
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = cli(*command)
     assert "model.layers.1.mlp.down_proj.weight has 1 of 98,304 values that are not finite" in out
     assert "model.norm.weight has 1 of 256 values" in out
     # two NaNs of the same bits are the same value, and no less invalid
@@ -292,8 +290,7 @@ def test_heads_of_64_rows_do_not_fit_blocks_of_128(tmp_path: Path) -> None:
         ("nemotron_h_bf16_with_fp8_current_scaling_mixed", [], "high precision: no weight of this model is quantized"),
     ],
 )
-def test_check_says_how_a_run_can_be_served(recipe: str, words: list[str], said: str, capsys) -> None:
-    main(["check", "--recipe", models.RECIPES.get(recipe, recipe), "--emulate", "--config", "gpt_tiny", *words])
-    assert f"served as: {said}" in capsys.readouterr().out
-    main(["check", "--recipe", "bf16_mixed", "--config", "gpt_tiny"])
-    assert "served as" not in capsys.readouterr().out
+def test_check_says_how_a_run_can_be_served(recipe: str, words: list[str], said: str, cli) -> None:
+    asked = ("check --emulate --config gpt_tiny --recipe", models.RECIPES.get(recipe, recipe), *words)
+    assert f"served as: {said}" in cli(*asked, code=(0, 1))
+    assert "served as" not in cli("check --recipe bf16_mixed --config gpt_tiny", code=(0, 1))

@@ -210,27 +210,22 @@ def test_a_folder_of_checkpoints_is_not_written_over(tmp_path: Path) -> None:
             to_folder(taken.path, target)
 
 
-def test_training_goes_on_from_a_folder_and_its_result_is_one_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_from_a_folder_and_its_result_is_one_again(tmp_path: Path, cli) -> None:
     given = folders.llama_tensors()
     (tmp_path / "text.txt").write_text("a corpus of bytes\n" * 2000)
     rows = {name: torch.randn(384, 64).bfloat16() * 0.05 for name in ("model.embed_tokens.weight", "lm_head.weight")}
     place = folders.write(tmp_path / "hf", folders.LLAMA | {"vocab_size": 384}, given | rows)
     (place / "generation_config.json").write_text("{}")
-    assert main(["convert", f"hf:{place}", f"ckpt:{tmp_path / 'begin'}"]) == 0
-    assert "main weights are initialized from bf16" in capsys.readouterr().out
+    assert "main weights are initialized from bf16" in cli("convert", f"hf:{place}", f"ckpt:{tmp_path / 'begin'}")
     train = [
         "train", "--config", f"hf:{place}", f"checkpoint.load={tmp_path / 'begin'}", f"checkpoint.save={tmp_path / 'run'}", "train.train_iters=2",
         "optimizer.lr=1e-3", f"data.corpus={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}", "train.global_batch_size=2",
         "train.micro_batch_size=2", "train.eval_iters=1", "data.seq_length=32",
     ]  # fmt: skip
-    assert main(train) == 1  # weights alone are taken when that is asked for
-    assert "contains only weights" in capsys.readouterr().err
-    assert main([*train, "checkpoint.reset_optimizer=true"]) == 0
-    out = capsys.readouterr().out
+    assert "contains only weights" in cli(*train, code=1, error="beside")  # these are taken when that is asked for
+    out = cli(*train, "checkpoint.reset_optimizer=true")
     assert "the FP32 main weights are initialized from bf16: they start from exactly those values" in out
-    assert main(["convert", f"ckpt:{tmp_path / 'run'}", f"hf:{tmp_path / 'end'}", "--like", f"hf:{place}"]) == 0
+    cli("convert", f"ckpt:{tmp_path / 'run'}", f"hf:{tmp_path / 'end'}", "--like", f"hf:{place}")
     assert (tmp_path / "end" / "generation_config.json").is_file()
     after = load_file(tmp_path / "end" / "model.safetensors")
     before = load_file(place / "model.safetensors")
@@ -238,7 +233,7 @@ def test_training_goes_on_from_a_folder_and_its_result_is_one_again(
     moved = (after["model.layers.0.mlp.up_proj.weight"] - before["model.layers.0.mlp.up_proj.weight"]).abs().max()
     assert 0 < moved <= 3e-3  # two steps of Adam at 1e-3
     # without a pattern config.json comes from the run; main weights are in FP32, and the weights are those, rounded
-    assert main(["convert", f"ckpt:{tmp_path / 'run'}", f"hf:{tmp_path / 'wide'}", "--dtype", "fp32"]) == 0
+    cli("convert", f"ckpt:{tmp_path / 'run'}", f"hf:{tmp_path / 'wide'}", "--dtype", "fp32")
     wide = load_file(tmp_path / "wide" / "model.safetensors")
     assert all(torch.equal(wide[name].bfloat16(), tensor) for name, tensor in after.items())
     assert any(not torch.equal(wide[name], tensor.float()) for name, tensor in after.items())
@@ -254,15 +249,12 @@ def test_weights_alone_are_not_resumed_as_a_run(tmp_path: Path) -> None:
     assert taken.path == tmp_path / "checkpoint" / "step_00000000"
 
 
-def test_words_that_name_no_conversion_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_name_no_conversion_are_refused(cli) -> None:
     for words in (["hf:a", "hf:b"], ["a", "ckpt:b"], ["ckpt:a", "b.yaml"]):
-        assert main(["convert", *words]) == 2
-        assert "expected hf:DIR ckpt:DIR, ckpt:DIR hf:DIR, or hf:DIR FILE.yaml" in capsys.readouterr().err
+        assert "expected hf:DIR ckpt:DIR, ckpt:DIR hf:DIR, or hf:DIR FILE.yaml" in cli("convert", *words, code=2)
     for words in (["ckpt:a", "hf:."], ["ckpt:a", "hf:"], ["hf:a", "ckpt:"]):
-        assert main(["convert", *words]) == 2
-        assert "the name of a" in capsys.readouterr().err
-    assert main(["convert", "hf:a", "ckpt:b", "--dtype", "bf16"]) == 2
-    assert "weights are taken as stored" in capsys.readouterr().err
+        assert "the name of a" in cli("convert", *words, code=2)
+    assert "weights are taken as stored" in cli("convert hf:a ckpt:b --dtype bf16", code=2)
 
 
 def test_a_configuration_is_written_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

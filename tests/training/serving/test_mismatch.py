@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
 from mpbridge.training.serving.mismatch import mismatch
 from tests.training.serving import models
@@ -49,15 +48,14 @@ def test_parameters_that_are_no_linears_are_the_folders(path: Path, tmp_path: Pa
     assert found.distances[1] == same.distances[1]  # plain BF16 has the run's own again
 
 
-def test_the_linear_that_differs_comes_first(path: Path, tmp_path: Path, capsys) -> None:
+def test_the_linear_that_differs_comes_first(path: Path, tmp_path: Path, cli) -> None:
     folder = models.serve(path, tmp_path / "out", "compressed-tensors")
     held = load_file(folder / "model.safetensors")
     held["model.layers.1.mlp.down_proj.weight_scale"] += 2  # four times as large
     save_file(held, folder / "model.safetensors")
     (tmp_path / "text").write_text(TEXT)
     command = ["mismatch", str(path), str(folder), "--tokens", str(tmp_path / "text"), "--sequences", "1", "--json"]
-    assert main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli(*command))
     assert next(iter(found["linears"].items())) == ("decoder.layers.1.mlp.linear_fc2", pytest.approx(3.0, rel=0.01))
     assert found["distances"][0]["mean"] > found["distances"][1]["mean"]
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError, Refused
 from mpbridge.training.serving import files
 from mpbridge.training.serving.convert import to_folder
@@ -142,9 +141,7 @@ def test_nothing_is_written_through_a_link_or_beside_another_process(path: Path,
         child.close()
 
 
-def test_the_command_says_how_to_go_on(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_says_how_to_go_on(path: Path, tmp_path: Path, cli, monkeypatch: pytest.MonkeyPatch) -> None:
     write, seen = files._write, [0]
 
     def stopping(handle: int, data: bytes, at: int) -> None:
@@ -155,10 +152,9 @@ def test_the_command_says_how_to_go_on(
 
     monkeypatch.setattr(files, "_write", stopping)
     command = ["convert", f"ckpt:{path}", f"hf:{tmp_path / 'out'}", "--quantization", METHOD, "--recipe", RECIPE]
-    assert main(command) == 130
-    assert "the same command goes on from there" in capsys.readouterr().err
-    assert main(command) == 0
-    assert main(["contract", str(tmp_path / "out"), "--run", str(path), "--recipe", RECIPE]) == 0
+    assert "the same command goes on from there" in cli(*command, code=130, error=True)
+    cli(*command)
+    cli("contract", tmp_path / "out", "--run", path, "--recipe", RECIPE)
 
 
 @pytest.mark.parametrize("error", [None, Refused("no")], ids=["written", "refused"])

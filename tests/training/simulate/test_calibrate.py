@@ -7,7 +7,6 @@ import time
 
 import torch
 
-from mpbridge.cli.main import main
 from mpbridge.planning.estimate.constants import read_machine
 from tests.worlds import reported
 
@@ -36,9 +35,9 @@ def test_ranks_whose_clocks_differ_issue_the_same_collectives(tmp_path):
     assert first == second > 5
 
 
-def test_this_cpu_is_measured_and_predictions_follow(tmp_path, capsys):
+def test_this_cpu_is_measured_and_predictions_follow(tmp_path, cli):
     path = tmp_path / "machine.yaml"
-    assert main(["calibrate", "--seconds", "2", "--out", str(path)]) == 0
+    cli("calibrate --seconds 2 --out", path)
     made, held = read_machine(path)
     assert not made.gpu
     assert held.of("gemm_fp32") == held.of("memory") == 1
@@ -49,10 +48,9 @@ def test_this_cpu_is_measured_and_predictions_follow(tmp_path, capsys):
         a @ a
     rate = 5 * 2 * 512**3 / (time.perf_counter() - start)
     assert 1 / 50 < rate / (made.flops("fp32") or 0) < 50
-    capsys.readouterr()
     seconds = []
     for size in (64, 256):
         arguments = ["estimate", "--config", "gpt_tiny", "--machine-file", str(path), "--recipe", "fp32", "--json"]
-        assert main([*arguments, f"data.seq_length={size}", f"model.max_sequence_length={size}"]) == 0
-        seconds.append(json.loads(capsys.readouterr().out)["seconds"])
+        printed = cli(*arguments, f"data.seq_length={size}", f"model.max_sequence_length={size}")
+        seconds.append(json.loads(printed)["seconds"])
     assert seconds[1] > 2 * seconds[0]

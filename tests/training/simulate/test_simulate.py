@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 
-from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.planning.estimate.build import work
 from mpbridge.settings.container import ConfigContainer
@@ -164,9 +163,8 @@ def test_a_failing_rank_says_where():
         simulate(broken, [0])
 
 
-def test_the_verb_prints_a_line_for_each_rank(capsys):
-    assert main(["simulate", "--config", "gpt_tiny", "--world-size", "4", "--ranks", "0,3", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+def test_the_verb_prints_a_line_for_each_rank(cli):
+    data = json.loads(cli("simulate --config gpt_tiny --world-size 4 --ranks 0,3 --json"))
     assert [one["rank"] for one in data["ranks"]] == [0, 3]
     assert all(one["ok"] and one["live"] == one["predicted"] for one in data["ranks"])
-    assert main(["simulate", "--config", "gpt_tiny", "--ranks", "a"]) == 2
+    cli("simulate --config gpt_tiny --ranks a", code=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,13 +24,10 @@ def corpus(tmp_path: Path) -> list[str]:
     return [f"data.corpus={text}", f"data.cache_dir={tmp_path / 'cache'}", "data.split='90,10,0'"]
 
 
-def test_the_recipe_is_written_shown_and_trains(
-    tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_is_written_shown_and_trains(tmp_path: Path, corpus: list[str], cli) -> None:
     out, settings = tmp_path / "tuned.yaml", [*TINY, *corpus]
     command = ["tune", "--recipe", NVFP4, "--batches", "4", "--unseen", "2", "--budget", "time=1.7", "--out", str(out)]
-    assert main([*command, *settings]) in (0, 1)
-    printed = capsys.readouterr().out
+    printed = cli(*command, *settings, code=(0, 1))
     for word in ("last 15 % bf16", "whole kinds", "all mxfp8", "random 3", "verdict:", "Spearman", "yardstick"):
         assert word in printed
     content = yaml.safe_load(out.read_text())
@@ -39,19 +35,18 @@ def test_the_recipe_is_written_shown_and_trains(
     proof = content["evidence"]["proof"]
     assert proof["tuned"]["cost"] <= 1.7
     assert proof["tuned"]["error"] < proof["all low"]["error"]
-    assert main(["show", str(out)]) == 0
-    card = capsys.readouterr().out
+    card = cli("show", out)
     assert "evidence" in card
     assert "randomly initialized weights" in card
     trained = ["train.train_iters=1", "train.eval_interval=null", "scheduler.lr_warmup_iters=0", "train.audit=stop"]
-    assert main(["train", "--recipe", str(out), "--emulate", *settings, *trained]) == 0
+    cli("train --recipe", out, "--emulate", *settings, *trained)
 
 
-def test_a_budget_of_bytes_counts_the_fullest_rank(tmp_path: Path, corpus: list[str], capsys: Any) -> None:
+def test_a_budget_of_bytes_counts_the_fullest_rank(tmp_path: Path, corpus: list[str], cli) -> None:
     out = tmp_path / "tuned.yaml"
     command = ["tune", "--recipe", NVFP4, "--batches", "4", "--unseen", "2", "--target", "gb200", "--out", str(out)]
-    assert main([*command, "--levels", "bf16", "--budget", "memory=1KB", *TINY, *corpus]) == 2
-    assert "nothing meets it" in capsys.readouterr().err
+    printed = cli(*command, "--levels", "bf16", "--budget", "memory=1KB", *TINY, *corpus, code=2, error="beside")
+    assert "nothing meets it" in printed
 
 
 @pytest.mark.parametrize(
@@ -67,23 +62,21 @@ def test_a_budget_of_bytes_counts_the_fullest_rank(tmp_path: Path, corpus: list[
         (["--checkpoint", "nowhere"], "no such folder"),
     ],
 )
-def test_bad_arguments_are_a_sentence(arguments: list[str], says: str, capsys: Any, corpus: list[str]) -> None:
-    assert main(["tune", "--recipe", NVFP4, *arguments, *TINY, *corpus]) in (1, 2)
-    assert says in capsys.readouterr().err
+def test_bad_arguments_are_a_sentence(arguments: list[str], says: str, cli, corpus: list[str]) -> None:
+    assert says in cli("tune --recipe", NVFP4, *arguments, *TINY, *corpus, code=(1, 2), error=True)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, corpus: list[str], capsys: Any) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, corpus: list[str], cli) -> None:
     kept = tmp_path / "kept"
     settings = [*TINY, *corpus]
     trained = [
         "train.train_iters=1", "scheduler.lr_warmup_iters=0", "train.eval_interval=null", f"checkpoint.save={kept}",
     ]  # fmt: skip
-    assert main(["train", "--recipe", "bf16_mixed", *settings, *trained]) == 0
-    capsys.readouterr()
+    cli("train --recipe bf16_mixed", *settings, *trained)
     wider = [one for one in settings if not one.startswith("model.ffn")] + ["model.ffn_hidden_size=256"]
     command = ["tune", "--recipe", NVFP4, "--checkpoint", str(kept), "--out", str(tmp_path / "t.yaml")]
-    assert main([*command, *wider]) != 0
-    assert "another model: ffn_hidden_size is 128 in the checkpoint and 256 in the run" in capsys.readouterr().err
+    printed = cli(*command, *wider, code=1, error=True)
+    assert "another model: ffn_hidden_size is 128 in the checkpoint and 256 in the run" in printed
 
 
 MOE = [
