@@ -126,19 +126,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def cli(capsys):
-    """Runs a command, whose exit code is `code` or among them; returns its answer, or the error that ended it, as it is or without line breaks.
+    """Runs a command and checks its exit code and its stream; returns its answer, or else its error; joined: without line breaks.
 
-    command: as it is typed; words: what stands behind it, each as it is. error: whether it ends with an error, as it does where the exit code is 2, and
-    with nothing else; "beside": an error that follows an answer.
+    command: as it is typed; words: its further arguments, one each. code: the exit code, or all that may be. error: whether it prints an error and no
+    answer, as it does by default where it exits with 2; "beside": an error after an answer.
     """
 
     def run(command, *words, code=0, error=None, joined=False):
         capsys.readouterr()  # what was printed before is not its answer
         ended = main([*shlex.split(command), *map(str, words)])
         answer, complaint = capsys.readouterr()
-        assert ended in (code if isinstance(code, tuple) else (code,)), answer + complaint
-        assert bool(complaint) is (ended == 2 if error is None else bool(error)), complaint
-        assert bool(answer and complaint) is (error == "beside"), answer
+        said = answer + complaint
+        assert ended in (code if isinstance(code, tuple) else (code,)), said
+        assert bool(complaint) is (ended == 2 if error is None else bool(error)), said
+        assert bool(answer and complaint) is (error == "beside"), said
         printed = complaint or answer
         return " ".join(printed.split()) if joined else printed
 
@@ -151,7 +152,7 @@ def file(tmp_path):
 
     def write(name, text):
         path = tmp_path / name
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return path
 
     return write

@@ -261,7 +261,6 @@ def test_a_file_runs_no_code_and_a_name_only_where_code_may(tmp_path: Path, name
 
 
 def test_a_recipe_file_on_the_command_line_does_not_run_what_it_extends(tmp_path: Path, cli) -> None:  # type: ignore[no-untyped-def]
-
     path = evil(tmp_path)
     for words in (["show"], ["check", "--recipe"], ["plan", "--recipe"], ["train", "--recipe"]):
         said = cli(*words, path, code=2)

@@ -10,13 +10,8 @@ from mpbridge.settings.load import COMMAND_LINE, dotted, read
 
 
 @pytest.fixture
-def file(tmp_path):
-    def write(text):
-        path = tmp_path / "run.yaml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
+def file(file):
+    return lambda text: file("run.yaml", text)
 
 
 def loaded(path, *overrides):

@@ -172,6 +172,13 @@ def _negative(folder):
     store.write_whole(folder / store.MANIFEST, json.dumps(manifest))
 
 
+def refusal(cli, folder):
+    """What resume-check says of a folder that is no checkpoint; an OSError, which names the file too, would be no sentence of its own."""
+    told = json.loads(cli("resume-check", folder, "--json", code=2))
+    assert told["error"] == "CheckpointError", told
+    return told["message"]
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -185,7 +192,7 @@ def _negative(folder):
 )
 def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named, cli):
     damage(checkpoint)
-    assert named in cli("resume-check", checkpoint, code=2)
+    assert named in refusal(cli, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +248,7 @@ def test_the_sizes_of_a_hybrid_under_their_former_name_are_read(sizes):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path, cli):
-    assert "without checkpoints" in cli("resume-check", tmp_path, code=2)
+    assert "without checkpoints" in refusal(cli, tmp_path)
 
 
 def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, cli):
@@ -295,7 +302,7 @@ def test_a_schedule_that_is_none_is_named(checkpoint, odd, cli):
     files = ("index.json", "state.json", "__0_0.distcp", FILE)
     sums = {name: store._facts(checkpoint / name) for name in files}
     store.write_whole(checkpoint / store.MANIFEST, json.dumps({"schema": store.SCHEMA, "step": 12, "files": sums}))
-    assert "state.json: run.scheduler" in cli("resume-check", checkpoint, code=2)
+    assert "state.json: run.scheduler" in refusal(cli, checkpoint)
 
 
 def test_what_decides_an_update_is_compared_between_optimizers_with_the_same_states() -> None:
