@@ -23,8 +23,11 @@ def quant_text(quant: Quant) -> str:
 
 
 def rule_words(gemms: Gemms) -> str:
-    """What two sides of a rule can be compared by: 'hybrid delayed', or one for each GEMM; HIGH without quantization."""
-    words = [HIGH if quant is None else f"{quant.format} {quant.scaling}" for quant in gemms]
+    """What two sides of a rule can be compared by: 'hybrid delayed', or one for each GEMM; HIGH without quantization. An author's factory decides the formats itself."""
+    words = [
+        HIGH if quant is None else quant.scaling if quant.row.factory else f"{quant.format} {quant.scaling}"
+        for quant in gemms
+    ]
     return words[0] if gemms.one else ", ".join(f"{gemm} {word}" for gemm, word in zip(GEMMS, words, strict=True))
 
 

@@ -72,6 +72,8 @@ def offset(wrapped: Any, name: str, parameter: Any) -> tuple[int, ...]:
     original, buffer = parameter.orig_param, wrapped.param_and_grad_buffer
     group = buffer.parameter_groups[buffer.param_to_param_group[original]]
     held = group.main_weight_buffer or group.model_weight_buffer
+    if held is None:  # no_shard without main weights: the optimizer updates the model's own
+        return (0,) * int(original.dim())
     start, _ = held.locate_item_in_global_item(held.param_idx[original])
     row = math.prod(original.shape[1:])  # its storage may be released, so it is not indexed
     return (start // row, *([0] * (original.dim() - 1)))

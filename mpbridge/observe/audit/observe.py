@@ -55,6 +55,8 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     # check base classes too: megatron-core's delayed scaling recipe is a subclass (TEDelayedScaling)
     made_by = [base.__name__ for base in type(recipe).__mro__]
     known = next((scaling for name in made_by if (scaling := scaling_of_recipe(name))), made_by[0])
+    if known in SCALINGS and SCALINGS[known].factory:
+        return known  # the factory does not read CustomRecipe's format: 2.11 has none, 2.20's is HYBRID unless set
     # Transformer Engine's Format uses our names in upper case (common/recipe/__init__.py)
     return f"{format_name.lower()} {known}"
 
@@ -188,6 +190,8 @@ def _quantizers(module: Any, promised: Gemms) -> Iterator[tuple[str, str, str]]:
         for gemm, side in zip(READ_BY[operand], ("row", "column"), strict=True):
             quant = getattr(promised, gemm)
             for both in quantizers:
+                if quant is not None and quant.row.factory and not _element(both):
+                    continue  # an author's factory may leave an operand as it is, or give its copies to two quantizers
                 quantizer = getattr(both, f"{side}wise_quantizer", both)
                 name = operand if promised.one else f"{gemm} {operand}"
                 yield name, _promised_text(quant, operand), _written_text(quant, quantizer)
@@ -201,12 +205,16 @@ def _promised_text(quant: Quant | None, operand: str) -> str:
 
 
 def _written_text(quant: Quant | None, quantizer: Any) -> str:
-    element = _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""), "")
-    if quant is not None and quant.factory:
-        return f"{element} {quant.scaling}"  # an author's factory decides the rest
+    if quant is not None and quant.row.factory:
+        return f"{_element(quantizer)} {quant.scaling}"  # an author's factory decides the rest
     scaling = _QUANTIZERS.get(type(quantizer).__name__, type(quantizer).__name__)
     on = [name for name, attribute, _ in _OPTIONS if getattr(quantizer, attribute, False)]
-    return " with ".join([f"{element} {scaling}".strip(), *on])
+    return " with ".join([f"{_element(quantizer)} {scaling}".strip(), *on])
+
+
+def _element(quantizer: Any) -> str:
+    """The element format that a quantizer writes, a key of formats.FORMATS; empty if it has none of its own."""
+    return _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""), "")
 
 
 _OPTIONS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_what_is_spoiled_is_named(spoil: Any, policy: str | None, subject: str, 
 def test_weights_that_do_not_follow_their_main_weights_under_megatron_fsdp_are_named(strategy: Any) -> None:
     seen = megatron(wrapper=f"megatron_fsdp_{strategy}", spoil=left_behind)  # type: ignore[arg-type]
     assert "weights as read" in {fault.subject for fault in seen.report.faults}
+
+
+def test_megatron_fsdp_that_neither_shards_nor_keeps_main_weights_is_witnessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpbridge.backend.megatron import inside_fsdp
+
+    wrap = inside_fsdp.wrap
+    monkeypatch.setattr(
+        inside_fsdp, "wrap", lambda config, ddp, *more: wrap(config, replace(ddp, preserve_fp32_weights=False), *more)
+    )
+    # it reads gradients of 16 bits on a GPU only
+    monkeypatch.setattr("megatron.core.optimizer.optimizer.MegatronOptimizer.clip_grad_norm", lambda *args: 1.0)
+    report = megatron(wrapper="megatron_fsdp_unsharded").report
+    assert {one.subject for one in report.faults} == {"main weights"}
+    assert {"weights moved", "gradients"} <= {one.subject for one in report.findings}
 
 
 def test_nothing_is_left_on_megatrons_optimizer() -> None:

@@ -195,6 +195,44 @@ def test_quantizers_that_do_otherwise_than_the_recipe_object_are_named(recipe, s
     assert "decoder.layers.1.mlp.linear_fc2" in said
 
 
+def by_role(role):
+    """An author's factory: E5M2 for gradients. Its role is text under the oldest release."""
+    kind = role if isinstance(role, str) else getattr(role, "tensor_type", "")
+    return _current("kFloat8E5M2" if "grad" in kind else "kFloat8E4M3")
+
+
+def forward_only(role):
+    """An author's factory: dgrad and wgrad in high precision."""
+    from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+    from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+
+    if getattr(role, "tensor_type", "") not in ("input", "weight"):
+        return IdentityQuantizer()
+    return HybridQuantizer(rowwise_quantizer=_current("kFloat8E4M3"), columnwise_quantizer=IdentityQuantizer())
+
+
+def _current(dtype: str) -> Float8CurrentScalingQuantizer:
+    return Float8CurrentScalingQuantizer(getattr(tex.DType, dtype), device=torch.device("cuda"))
+
+
+def custom(format_: str, factory) -> tuple[str, ...]:
+    settings = {"fp8": format_, "fp8_recipe": "custom", "fp8_quantizer_factory": f"{__name__}.{factory.__name__}"}
+    return (*(f"mixed_precision.{name}={value}" for name, value in settings.items()), WHOLE, UNSTORED)
+
+
+@on_hopper
+@pytest.mark.parametrize("factory", [by_role, pytest.param(forward_only, marks=pytest.mark.since((2, 19)))])
+def test_an_authors_factory_raises_no_alarm(factory) -> None:
+    """The format of its recipe object, which no quantizer follows, is none in 2.11 and HYBRID in 2.20."""
+    format_ = "hybrid" if factory is by_role else "e4m3"
+    pretrain(tiny(TENSORWISE, "train.audit=stop", "audit.every=1", *custom(format_, factory)), quiet=True)
+
+
+@on_hopper
+def test_an_authors_factory_that_writes_another_format_is_named() -> None:
+    assert "custom (grad_output e5m2 custom)" in found(TENSORWISE, *custom("e4m3", by_role))
+
+
 # --- what the modules keep from step to step -------------------------------------------------------------------------------------------------
 @on_hopper
 def test_a_frozen_scale_is_named(monkeypatch) -> None:
