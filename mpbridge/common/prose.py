@@ -10,10 +10,10 @@ READABLE = 16
 """Width in characters below which a text column breaks words."""
 _WELD = "\ue000"
 """Stands for a blank that must not become a line break: a private-use character, which no text contains."""
-_GOES_ON = r"(?<![,;:)`])(?<!\w\.) (?!\()"
-"""A blank in a clause."""
+_GOES_ON = r"(?<![,;:)`])(?<![^\s.]\.) (?!\()"
+"""A blank in a clause. A dot alone is a folder, and dots stand for what is left out."""
 _ARGUMENT = (
-    rf"(?:--[^\s=]+{_GOES_ON}(?!--)\S+|-\S+|\.\.\.|[A-Z][A-Z_]*(?=[\s,;:.)`]|$)|\S*[^\w\s,;:.)`'-]\S*|\S*[,:.)]\w\S*)"
+    rf"(?:--[^\s=]*{_GOES_ON}(?!--)\S+|-\S+|\.\.\.|[A-Z][A-Z_]*(?=[\s,;:.)`]|$)|\S*[^\w\s,;:.)`'-]\S*|\S*[,:.)]\w\S*)"
 )
 """An option, with its value if that is a word of its own, a placeholder in capitals, or a word with punctuation inside (a path, key=value)."""
 _SETTING = r"'?[a-z_]+(?:\.\w+)+=\S+"

@@ -98,9 +98,13 @@ def test_a_rehearsals_verdicts_are_printed_as_prose(tmp_path: Path, monkeypatch:
          ["  the nearest that fits:", "    train.micro_batch_size=1 \\", "      model.tensor_model_parallel_size=2,", "    as far as is known"]),
         ("to resume: the same command, which mpbridge checks before it starts, with pip install -e '.[hf]' if needed",
          ["to resume: the same command, which", "mpbridge checks before it starts, with", "pip install -e '.[hf]' if needed"]),
+        ("all that stops it, told by `mpbridge check`. See configs/base.yaml for its settings",
+         ["all that stops it, told by `mpbridge check`. See", "configs/base.yaml for its settings"]),
+        ("submit this now by mpbridge launch --nodes 8 -- train, then wait for all of it",
+         ["submit this now by", "mpbridge launch --nodes 8 -- train, then wait", "for all of it"]),
         ("first\n  second line\n", ["first", "  second line", ""]),
     ],
-    ids=["command", "settings", "prose about mpbridge", "lines"],
+    ids=["command", "settings", "prose about mpbridge", "end of a sentence", "end of options", "lines"],
 )  # fmt: skip
 def test_what_is_copied_stays_in_one_piece_or_continues_with_a_backslash(text: str, lines: list[str]) -> None:
     assert prose(text, 48).split("\n") == lines

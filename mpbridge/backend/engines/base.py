@@ -195,10 +195,6 @@ class BaseEngine(ABC):
             self._zero_grad()
             return self._schedule(batches, microbatches, forward_only=False)
 
-    @abstractmethod
-    def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """See Engine."""
-
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
         """Mean loss in nats per token over the micro-batches and the data-parallel group; nothing that training continues from is changed."""
         with self._stepping(), torch.no_grad(), amaxes_kept(self.model):

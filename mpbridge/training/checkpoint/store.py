@@ -304,6 +304,13 @@ def write_whole(file: Path, text: str) -> None:
     _sync(file.parent)
 
 
+def drop_partials(file: Path) -> None:
+    """Removes what a `write_whole` of that file left behind when it was killed."""
+    for left in file.parent.glob(f".{file.name}-{'[0-9a-f]' * 8}"):
+        if left.is_file():
+            left.unlink()
+
+
 def _text(manifest: Mapping[str, Any]) -> str:
     return json.dumps(manifest, indent=1, sort_keys=True)
 

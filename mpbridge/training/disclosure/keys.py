@@ -13,7 +13,7 @@ from typing import Any
 from mpbridge.common.errors import BadValue, Refused, cut
 from mpbridge.common.files import bytes_of, text_of, why
 from mpbridge.common.shipped import install
-from mpbridge.training.checkpoint.store import write_whole
+from mpbridge.training.checkpoint.store import drop_partials, write_whole
 
 MAKE = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out key.pem && openssl pkey -in key.pem -pubout -out key.pub"
 """How to make a key that both formats accept."""
@@ -120,6 +120,7 @@ def refuse_link(file: Path) -> None:
 def sign_folder(folder: Path, signer: Signer, name: str) -> None:
     """Writes OpenSSF model signing's bundle `name` of all other files in `folder` into it, whole or not at all."""
     refuse_link(folder / name)
+    drop_partials(folder / name)
     library, folder = model_signing_for(signer), folder.resolve()  # it ignores files of absolute paths only
     hashing = library.hashing.Config().set_ignored_paths(paths=[folder / name])
     config = library.signing.Config().set_hashing_config(hashing).use_elliptic_key_signer(private_key=signer.path)

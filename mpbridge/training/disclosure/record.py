@@ -21,7 +21,16 @@ from mpbridge.common.files import ProgressCallback, bytes_of, opened, opened_ins
 from mpbridge.common.shipped import VERSION
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.huggingface.served import CONTRACT
-from mpbridge.training.checkpoint.store import CONFIG, MANIFEST, audit_of, read_manifest, step_in, step_of, write_whole
+from mpbridge.training.checkpoint.store import (
+    CONFIG,
+    MANIFEST,
+    audit_of,
+    drop_partials,
+    read_manifest,
+    step_in,
+    step_of,
+    write_whole,
+)
 from mpbridge.training.checkpoint.verdict import Fingerprint, read_fingerprint
 from mpbridge.training.disclosure.evidence import Evidence
 from mpbridge.training.disclosure.keys import Signer, check_folder, model_signing_for, refuse_link, sign_folder
@@ -51,6 +60,8 @@ def sign_checkpoint(
     Raises CheckpointError for damaged files, Refused if the audits are of another run.
     """
     subject = Subject.of(folder)
+    for name in OUTSIDE:  # of a signing that was killed: neither the checkpoint's nor the record's
+        drop_partials(folder / name)
     found = digests(folder, OUTSIDE, told)
     listed = {**subject.files, MANIFEST: found.get(MANIFEST)}
     if subject.files and (faults := differences(listed, found)):

@@ -67,10 +67,20 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     """A recipe's section; returns the id of its heading."""
     word, reasons = recipe.verdict()
     heading = made.heading(recipe.recipe, word, MARKS.get(word, ""))
-    if not recipe.tensors:
-        made.verdicts("", [{"text": reason, "href": losses or None} for reason in reasons])
-        return heading
     at = len(made.blocks)
+    picture = _operands(made, recipe) if recipe.tensors else losses
+    body, made.blocks[at:] = made.blocks[at:], []
+    made.verdicts("", [{"text": reason, "href": picture or None} for reason in reasons])
+    if recipe.quantized:
+        made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept in high precision", dim=True)
+    made.blocks += body
+    if recipe.notes:
+        made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])
+    return heading
+
+
+def _operands(made: Page, recipe: Rehearsed) -> str:
+    """Charts and tables of operands and products; returns the id of the chart that reasons refer to."""
     heat = _heat(made, recipe)
     _ranges(made, recipe)
     _amaxes(made, recipe)
@@ -82,13 +92,7 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
         products = [[*place_of(one.linear), *one.errors.values(), round(one.excess, 2)] for one in found]
         made.table("Products of every linear, against high precision's", PRODUCTS, products)
     made.table("all operands", OPERANDS, rows, order=order, folded=True)
-    body, made.blocks[at:] = made.blocks[at:], []
-    made.verdicts("", [{"text": reason, "href": heat} for reason in reasons])
-    made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept in high precision", dim=True)
-    made.blocks += body
-    if recipe.notes:
-        made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])
-    return heading
+    return heat
 
 
 def _error(row: TensorSummary) -> float:

@@ -28,7 +28,7 @@ from mpbridge.training.checkpoint.io import load
 from mpbridge.training.loop import pretrain
 from mpbridge.training.process import data_parallel, process_group
 from mpbridge.training.rehearse.report import OWN_ERROR, ProductErrors, RecipeMeasurement, Rehearsal, Rehearsed
-from mpbridge.training.tune.proof import EngineSubject, prove
+from mpbridge.training.tune.proof import EngineSubject, prove, require_gradients
 from mpbridge.training.tune.scores import Scorer, merged
 
 RECIPES = (
@@ -59,7 +59,9 @@ class Listen(Hook):
             self.measured = measure(training)
 
     def built(self, training: Training) -> None:
-        """Loads the checkpoint's weights."""
+        """Loads the checkpoint's weights. Raises Refused before the first step for an engine whose gradients cannot be compared after the last."""
+        if getattr(training.engine, "emulation", None) is not None:
+            require_gradients(training.engine)
         if self.weights is not None:
             load(training, self.weights, weights_alone=True)
 
@@ -189,7 +191,7 @@ def measure(training: Training) -> RecipeMeasurement:
     batches = microbatches(training.run.train, ranks)
     subject = EngineSubject(training.engine, training.feed, microbatches=batches, rank=rank, ranks=ranks)
     gradient = prove(subject, {"own": subject.emulation.policy}, BATCHES, split="train")["own"]
-    # torchao's linears tell nobody of their products
+    # torchao's linears show their operands to no listener
     products = _products(subject) if isinstance(subject.emulation, Emulation) else []
     return RecipeMeasurement(gradient=gradient, products=products)
 

@@ -16,7 +16,7 @@ import torch
 
 from mpbridge.backend.devices.collectives import summed
 from mpbridge.backend.engines.contract import Batch
-from mpbridge.common.errors import BadValue, DataError
+from mpbridge.common.errors import BadValue, DataError, Refused
 from mpbridge.numerics import Emulation
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.training.data.batches import Feed
@@ -59,10 +59,20 @@ def same_parallel_draws() -> Iterator[None]:
         tracker.set_states(before)
 
 
+def require_gradients(engine: Any) -> None:
+    """Raises Refused for another package's engine that lacks what gradients are measured with: it trains without."""
+    if lacking := [name for name in ("backward", "counted_gradients") if not hasattr(engine, name)]:
+        raise Refused(
+            f"engine={engine.name} has no {' and no '.join(lacking)}, expected both methods of mpbridge.backend.engines.contract.Engine, by which gradients "
+            "are compared: add them to the engine, or set another (engine=mcore)"
+        )
+
+
 class EngineSubject:
     """A run's model on its engine; a batch is a global batch of the run."""
 
     def __init__(self, engine: Any, feed: Feed, *, microbatches: int, rank: int, ranks: int) -> None:
+        require_gradients(engine)
         self.engine, self.emulation, self.feed = engine, engine.emulation, feed
         self._micro, self._rank, self._ranks = microbatches, rank, ranks
 

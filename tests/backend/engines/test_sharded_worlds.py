@@ -23,6 +23,13 @@ def test_every_engine_trains_what_ddp_trains(two: Any) -> None:
                 assert ours == pytest.approx(reference, rel=1e-6)
 
 
+def test_gradients_without_an_update_are_the_next_steps_and_each_element_is_counted_on_one_rank(two: Any) -> None:
+    for rank in two["losses"]:
+        for first, again, step, _ in rank.values():
+            assert first == pytest.approx(step, rel=1e-6)
+            assert again == pytest.approx(step, rel=1e-6)
+
+
 def test_a1_storage_and_compute_are_set_apart_whatever_is_reduced(two: Any) -> None:
     for rank in two["compute_and_wire"]:
         for seen in rank.values():

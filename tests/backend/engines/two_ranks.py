@@ -44,13 +44,25 @@ def _steps(engine: Any, count: int = 2, microbatches: int = 2) -> list[Any]:
 
 
 def losses(folder: Path) -> Any:
+    """Loss and gradient norm of two steps, and before them of the first one's batches twice, without an update: the norm of what the ranks count."""
     found = {}
     for name in ("mcore", "fsdp2", "megatron_fsdp", "optim", "optim_grads"):
         strategy = {"ddp": {"data_parallel_sharding_strategy": name}} if name.startswith("optim") else {}
         built = _engine("fp32", "megatron_fsdp" if strategy else name, **strategy)
-        found[name] = [(result.loss, result.grad_norm) for result in _steps(built)]
+        alone = [_counted(built) for _ in range(2)]
+        found[name] = [*alone, *((result.loss, result.grad_norm) for result in _steps(built))]
         built.close()
     return found
+
+
+def _counted(engine: Any) -> tuple[float, float]:
+    import torch.distributed as dist
+
+    from tests.backend.engines import tiny
+
+    loss = engine.backward(tiny.batches(rank=dist.get_rank(), size=2), microbatches=2)
+    squares = sum(float(gradient.double().square().sum()) for _, gradient in engine.counted_gradients())
+    return loss, _summed(squares) ** 0.5
 
 
 def bytes_a_parameter(folder: Path) -> Any:

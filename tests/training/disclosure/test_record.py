@@ -117,6 +117,20 @@ def test_a_signing_that_is_killed_leaves_a_missing_signature_and_none_that_does_
     assert verify(copy, made, capsys)[0] == 0
 
 
+@pytest.mark.parametrize("name", [RECORD, SIGNATURE])
+def test_half_a_file_of_a_signing_that_was_killed_is_gone_when_it_is_signed_again(name, made, copy, capsys):
+    """SIGKILL between the file under its temporary name and the rename."""
+    half = copy / f".{name}-0123abcd"
+    half.write_text("{")
+    code, said = verify(copy, made, capsys)
+    assert code == 1
+    assert f"{half.name} was added" in said
+    again = ["disclose", str(copy), "--run", str(made / "run"), "--sign", str(made / "key.pem"), "--publish"]
+    assert main(again) == 0
+    assert not half.exists()
+    assert verify(copy, made, capsys)[0] == 0
+
+
 def test_an_untouched_checkpoint_verifies_without_network(made, copy, unsigned, capsys, monkeypatch):
     def network(*_):
         raise AssertionError("network used")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mpbridge.backend.engines.mcore import McoreEngine
 from mpbridge.cli.main import main
 from mpbridge.common.errors import UnknownName
 from mpbridge.training.rehearse.rehearsal import Listen, rehearse
@@ -135,6 +136,21 @@ def test_gradients_decide_on_every_engine(engine: str, tmp_path: Path, corpus: l
     assert len(found["measured"]["products"]) == found["quantized"] == 4
 
 
+def test_an_engine_that_lacks_what_gradients_are_compared_with_trains_and_is_refused_before_the_first_step(
+    tmp_path: Path, corpus: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of another package that was written for an earlier interface."""
+    monkeypatch.delattr(McoreEngine, "counted_gradients")
+    rest = ["--steps", "1", "--out", str(tmp_path / "out"), *TINY, *corpus]
+    assert main(["rehearse", "--recipes", f"{CURRENT},bf16_mixed", *rest]) == 0
+    refused, plain = json.loads((tmp_path / "out" / "report.json").read_text())["recipes"]
+    assert refused["verdict"]["word"] == "failed"
+    assert "engine=mcore has no counted_gradients, expected both methods of" in refused["failure"]
+    assert (refused["losses"], len(plain["losses"])) == ([], 1)
+    assert main(["tune", "--recipe", CURRENT, "--out", str(tmp_path / "tuned.yaml"), *TINY, *corpus]) == 1
+    assert "engine=mcore has no counted_gradients" in capsys.readouterr().err
+
+
 def test_torchaos_linears_are_judged_by_the_gradient(tmp_path: Path, corpus: list[str]) -> None:
     pytest.importorskip("torchao")
     rest = ["--steps", "1", "--out", str(tmp_path / "out"), *TINY, *corpus, "engine=fsdp2"]
@@ -143,6 +159,9 @@ def test_torchaos_linears_are_judged_by_the_gradient(tmp_path: Path, corpus: lis
     assert found["verdict"]["word"] == "sound"
     assert 0.001 < found["measured"]["gradient"]["error"] < 0.3
     assert (found["quantized"], found["tensors"]) == (12, [])
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "12 linears quantized, 0 kept in high precision" in page
+    assert found["notes"][0] in page
 
 
 @pytest.mark.slow
