@@ -296,10 +296,16 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
         except BaseException:  # an interrupt, whose traceback may keep the stream
             stream.close()
             raise
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(stream.fileno()), os.lstat(path)):
-                return stream
+        if is_at(stream, path):
+            return stream
         stream.close()  # the holder before removed the file: somebody else may lock another by its name
+
+
+def is_at(stream: IO[str], path: Path) -> bool:
+    """Whether `path` still names the file of `stream`: it may have been removed, and another made."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(stream.fileno()), os.lstat(path))
+    return False
 
 
 def _opened_once(path: Path, *, wait: bool) -> IO[str]:
@@ -308,8 +314,9 @@ def _opened_once(path: Path, *, wait: bool) -> IO[str]:
         with _taking:
             other = _held.get(key)
             if other is None or other.closed:
-                _held[key] = stream = opened_to_write(path, append=True)
+                stream = opened_to_write(path, append=True)
                 _takers[stream] = threading.current_thread()
+                _held[key] = stream
                 return stream
             if not wait or _takers[other] is threading.current_thread():
                 raise Locked(other)

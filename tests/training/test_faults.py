@@ -167,8 +167,8 @@ def test_a_run_that_is_refused_for_its_data_leaves_nothing(tmp_path, monkeypatch
         raise DataError("packing failed")
 
     monkeypatch.setattr(loop, "Feed", refused)
-    for log in ("log", "kept/there"):
-        made = run(checkpoint={"save": str(tmp_path / "kept" / "there")}, logger={"log_dir": str(tmp_path / log)})
+    for kept, log in (("kept/there", "log"), ("kept", "kept"), ("kept", "kept/log"), ("log/kept", "log")):
+        made = run(checkpoint={"save": str(tmp_path / kept)}, logger={"log_dir": str(tmp_path / log)})
         with pytest.raises(DataError, match="packing failed"):
             go(made)
         assert os.listdir(tmp_path) == []

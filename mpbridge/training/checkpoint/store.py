@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import Locked, folder_for, lock, opened_inside, read_json
+from mpbridge.common.files import Locked, folder_for, is_at, lock, opened_inside, read_json
 from mpbridge.training.checkpoint.format import METADATA
 
 MANIFEST = "manifest.json"
@@ -74,7 +74,7 @@ def saved(folder: Path) -> list[Saved]:
 def put_back(folder: Path) -> None:
     """Gives what a killed writer was replacing its name again, or removes it if the new one is there. For the run that has claimed the folder."""
     for entry in list(folder.iterdir()):
-        if match := _REPLACED.match(entry.name):
+        if (match := _REPLACED.match(entry.name)) and entry.is_dir() and not entry.is_symlink():
             final = folder / match[1]
             if os.path.lexists(final):
                 discard(_away(entry))
@@ -136,8 +136,10 @@ def claim(folder: Path, *, setting: str = "checkpoint.save", name: str = WRITER)
             stream.flush()
             yield
         except BaseException:
-            if new:
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it would hide what failed
+                # the folder may have been removed meanwhile, and another run begun there
+                if new and is_at(stream, file):
+                    file.unlink()
             raise
         finally:
             with contextlib.suppress(OSError):  # closing writes again
@@ -275,8 +277,8 @@ def check(path: Path, *, sums: bool = True) -> dict[str, Any]:
 
 def offer_before(path: Path) -> str:
     """A sentence that offers the newest older complete checkpoint."""
-    match = _NAME.match(path.name)
-    entry = newest_whole(path.parent, until=int(match[1]) - 1) if match else None
+    match = _NAME.match(path.name) or _REPLACED.match(path.name)
+    entry = newest_whole(path.parent, until=int(match[1].removeprefix("step_")) - 1) if match else None
     if entry is None:
         return "There is no earlier complete checkpoint: start over, or restore the file"
     return f"The previous one is complete: resume with checkpoint.load={entry.path}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -164,6 +166,51 @@ def test_the_same_step_saved_again_is_there_whenever_the_writer_is_killed(
     assert store.check(place)["step"] == 3
     assert (place / "data.distcp").read_text() == f"{stays} 3"
     assert sorted(os.listdir(tmp_path)) == ["latest", "one", "other", "step_00000002", "step_00000003"]
+
+
+def test_a_claim_that_fails_removes_its_own_file_alone(tmp_path):
+    folder = tmp_path / "run"
+
+    def fails(act):
+        with store.claim(folder):
+            act()
+            raise KeyError
+
+    def begun_anew():
+        shutil.rmtree(folder)
+        make(folder, 1)
+        (folder / store.WRITER).write_text("another run")
+
+    with pytest.raises(KeyError):
+        fails((folder / "losses").touch)
+    assert os.listdir(folder) == ["losses"]
+    with pytest.raises(KeyError):
+        fails(begun_anew)
+    assert sorted(os.listdir(folder)) == [store.WRITER, "latest", "step_00000001"]
+
+
+def test_a_claim_whose_file_cannot_be_removed_still_tells_what_failed(tmp_path, monkeypatch):
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(KeyError), store.claim(tmp_path):
+        raise KeyError
+
+
+def test_a_link_named_like_a_replaced_checkpoint_is_left_alone(tmp_path):
+    make(tmp_path, 1)
+    (tmp_path / ".replaced-step_00000002-00000000").symlink_to(make(tmp_path / "other", 2))
+    store.put_back(tmp_path)
+    assert store.locate(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_damage_to_a_replaced_checkpoint_offers_the_one_before(tmp_path):
+    make(tmp_path, 1)
+    (make(tmp_path, 2) / "data.distcp").unlink()
+    (tmp_path / "step_00000002").rename(tmp_path / ".replaced-step_00000002-00000000")
+    with pytest.raises(CheckpointError, match=r"is missing\. The previous one is complete: .*step_00000001"):
+        store.check(store.locate(tmp_path))
 
 
 def test_a_claim_that_cannot_say_who_holds_it_holds_nothing(tmp_path, monkeypatch):
