@@ -217,6 +217,7 @@ def test_an_offloaded_optimizer_keeps_fp32_states_whatever_it_is_told(
     from mpbridge.backend.devices import device_layer
     from mpbridge.backend.engines.registry import build_engine
     from mpbridge.backend.megatron.inside_optimizer import parts
+    from mpbridge.observe.audit.examine import audit
 
     asked = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     run = configured(("mcore", {"recipe": "bf16_mixed", **AWARE, **mixed}, "adam", True), **asked)
@@ -227,6 +228,7 @@ def test_an_offloaded_optimizer_keeps_fp32_states_whatever_it_is_told(
             assert any(engine.train_step(batches(SEQ), microbatches=1).applied for _ in range(2))
             (part,) = parts(engine.optimizer)
             assert isinstance(part.optimizer, HybridDeviceOptimizer)
+            assert [str(one) for one in audit(run.policy, engine, stage="live").findings if not one.ok] == []
             for parameter, state in part.optimizer.state.items():
                 updated = part.optimizer.param_to_fp32_param[parameter]
                 live += [("main_params", updated), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])]
