@@ -182,6 +182,8 @@ TABLE = {
     "torch-adamw-cannot-keep-states": ({"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw", settings={"optimizer": "torch_adamw"})},
         {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw", settings={"optimizer": "torch_adamw"})}),
     "offload-needs-precision-aware": ({"optimizer": opt(cpu_offload=True)}, {"optimizer": opt(cpu_offload=True), "config": AWARE}),
+    "offload-on-a-sharded-engine": ({"recipe": "megatron_fsdp_bf16_mixed", "engine": "megatron_fsdp", "optimizer": opt(cpu_offload=True)},
+        {"optimizer": opt(cpu_offload=True), "config": AWARE}),
     "offload-keeps-fp32-states": ({"optimizer": opt(cpu_offload=True), "config": AWARE | {"exp_avg_sq_dtype": "bf16"}},
         {"optimizer": opt(), "config": AWARE | {"exp_avg_sq_dtype": "bf16"}}),
     "offload-stores-no-remainders": ({"optimizer": opt(cpu_offload=True), "config": AWARE},
