@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from mpbridge.common.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName, cut
 from mpbridge.common.shipped import recipe_file, recipe_files
-from mpbridge.common.traits import traits
+from mpbridge.common.traits import engine_names, traits
 from mpbridge.common.versions import entry_points
 from mpbridge.precision import resolve as configs
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -161,7 +161,8 @@ def register(
     """Decorator, bare or with options: registers a function that returns a MixedPrecisionConfig under its own or a given name.
 
     What its fields say is not asked for: hardware, engine and hints follow from them (`Recipe`). engine: where several could run it; hints:
-    beside those. Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function, or for what cannot be called (BadValue).
+    beside those. Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function, for what cannot be called (BadValue),
+    or for an engine that is neither built in nor provided by an installed package (UnknownName).
     """
 
     def enter(made_by: F) -> F:
@@ -170,6 +171,8 @@ def register(
             raise BadValue(f"aliases={aliases!r}: expected a tuple of names, as in ({aliases!r},)")
         if not callable(made_by):
             raise BadValue(f"register got {made_by!r}, expected a function that returns a MixedPrecisionConfig")
+        if engine is not None and engine not in engine_names():
+            raise UnknownName("engine", str(engine), engine_names())
         own_name = getattr(made_by, "__name__", "")
         if not (name or own_name.isidentifier()):
             raise BadValue(f"{made_by!r} has no name of its own: register(name=...)")

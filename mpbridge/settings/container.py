@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMAND_LINE", "ConfigContainer", "Run", "Stage"]
 
-Precision = str | MixedPrecisionConfig | Mapping[str, Any] | Sequence[Any] | None
+Precision = str | Path | MixedPrecisionConfig | Mapping[str, Any] | Sequence[Any] | None
 
 
 def _section(name: str) -> Any:
@@ -48,7 +48,7 @@ class ConfigContainer:
     """
 
     mixed_precision: Precision = None
-    """A recipe name, a MixedPrecisionConfig, {recipe: name, field: value ...}, or a list of such mappings with `until`."""
+    """A recipe name or file, a MixedPrecisionConfig, {recipe: name, field: value ...}, or a list of such mappings with `until`."""
     model: typed.ModelField = _section("model")
     optimizer: typed.OptimizerField = _section("optimizer")
     scheduler: typed.SchedulerField = _section("scheduler")

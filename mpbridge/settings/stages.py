@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, UnknownName
@@ -125,8 +126,10 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, MixedPrecisionConfig):
         return value.as_data()
     if isinstance(value, Mapping):
-        out = {str(name): plain(item) for name, item in value.items()}
+        out = {str(name): str(item) if isinstance(item, Path) else plain(item) for name, item in value.items()}
         return out["recipe"] if set(out) == {"recipe"} else out
+    if isinstance(value, Path):
+        return str(value)
     return [as_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -152,11 +155,11 @@ def _authored(part: Any, place: str, faults: list[str], trusted: bool) -> tuple[
     """(recipe name, the engine that it prefers, config) of what an author wrote for one stage. Raises MpbridgeError."""
     if isinstance(part, MixedPrecisionConfig):
         return UNNAMED, None, part.derive()
-    if not isinstance(part, (str, Mapping)):
+    if not isinstance(part, (str, Path, Mapping)):
         raise BadValue(f"found {part!r}, expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
-    additions = {} if isinstance(part, str) else dict(part)
-    given = part if isinstance(part, str) else additions.pop("recipe", None)
-    if not isinstance(given, (str, int, type(None))) or isinstance(given, bool):
+    additions = dict(part) if isinstance(part, Mapping) else {}
+    given = additions.pop("recipe", None) if isinstance(part, Mapping) else part
+    if not isinstance(given, (str, Path, int, type(None))) or isinstance(given, bool):
         raise Contradiction([f"recipe={given!r}: expected a recipe's name"])
     if given is None:
         return UNNAMED, None, _added(MixedPrecisionConfig(), additions, place, faults)

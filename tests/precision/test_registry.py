@@ -115,6 +115,12 @@ def test_a_taken_name_or_alias_is_refused_and_nothing_is_stored(names: dict[str,
     assert "new_one" not in recipes
 
 
+def test_an_engine_that_there_is_not_is_refused_and_nothing_is_stored() -> None:
+    with pytest.raises(UnknownName, match=r"no engine named 'fsdp3' \(nearest: fsdp2"):
+        register(name="new_one", engine="fsdp3")(MixedPrecisionConfig)
+    assert "new_one" not in recipes
+
+
 def test_a_text_in_place_of_aliases_is_refused() -> None:
     with pytest.raises(BadValue, match=r"aliases='qj': expected a tuple of names, as in \('qj',\)"):
         register(name="fine", aliases="qj")(MixedPrecisionConfig)  # type: ignore[call-overload]

@@ -16,7 +16,7 @@ from mpbridge.common.facts import Versions
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.registry import recipes
+from mpbridge.precision.registry import get_mixed_precision_config, recipes, resolve
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.sections import Train
@@ -71,11 +71,29 @@ def test_the_containers_engine_is_stronger_than_the_recipes_and_megatron_fsdp_is
     assert container(ddp={"use_megatron_fsdp": True}).resolved().engine == "megatron_fsdp"
 
 
+def test_a_config_object_brings_no_preferred_engine_only_a_required_one():
+    made = get_mixed_precision_config
+    assert container(made("bf16_megatron_fsdp")).resolved().engine == "mcore"
+    assert container(made("bf16_megatron_fsdp"), engine="megatron_fsdp").resolved().engine == "megatron_fsdp"
+    assert container(made("fp32_params_bf16_compute")).resolved().engine == "fsdp2"
+
+
 def test_aliases_and_files_are_known_by_their_canonical_name():
     assert container("BF16-Mixed").resolved().recipe == "bf16_mixed"
     added = container({"recipe": "fp8_cs", "fp8_param": False})
     assert added.resolved().recipe == "bf16_with_fp8_current_scaling_mixed"
     assert container(MixedPrecisionConfig(bf16=True)).resolved().recipe == "custom"
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda path: path, lambda path: {"recipe": path}, lambda path: [{"recipe": path, "until": "50%"}, path]]
+)
+def test_a_recipe_file_may_be_a_path(tmp_path, wrap):
+    path = tmp_path / "own.yaml"
+    path.write_text("extends: bf16_mixed\ngrad_reduce_in_fp32: false\n")
+    c = container(wrap(path))
+    assert c == container(wrap(str(path))) == roundtrip(c)
+    assert c.resolved().policy == container(wrap(str(path))).resolved().policy == resolve(path).settled()
 
 
 def test_an_author_who_disagrees_is_named_in_the_plan():

@@ -21,6 +21,7 @@ from mpbridge.backend.megatron.inside_optimizer import (
     number_states,
     padded,
     parts,
+    read_in_place_of,
     refresh_mxfp8,
 )
 from mpbridge.backend.megatron.sharded import layer_by_layer
@@ -222,7 +223,7 @@ def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Li
         if updated is not parameter and not _one_storage(updated, parameter):
             yield Live(role="main_params", parameter=name, tensor=updated.detach())
         for attribute in ("decoupled_grad", "grad"):
-            grad = getattr(updated, attribute, None)
+            grad = getattr(read_in_place_of(part, updated), attribute, None)
             if grad is not None:
                 yield Live(role="main_grads", parameter=name, tensor=grad)
         state = part.optimizer.state.get(updated, {})

@@ -37,6 +37,12 @@ def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             yield from zip(model_group, main_group, strict=True)
 
 
+def read_in_place_of(part: Any, updated: torch.Tensor) -> torch.Tensor:
+    """The tensor whose gradient an update reads: HybridDeviceOptimizer copies gradients to its main weights; elsewhere the given one."""
+    inner: Mapping[torch.Tensor, torch.Tensor] = getattr(part.optimizer, "param_to_inner_param", {})
+    return inner.get(updated, updated)
+
+
 _FLAG = "HAVE_EMERGING_OPTIMIZERS"
 
 

@@ -6,11 +6,12 @@ from mpbridge.common.facts import ADAMS, BESIDE_ADAM, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
-from mpbridge.planning.memory.keeps import fused, moments
+from mpbridge.planning.memory.keeps import fused, hybrid, moments
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, row, warning
 from mpbridge.precision.config import FUSED
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
+_HYBRID = "megatron-core 0.16.1 and d98e8a64: optimizer/__init__.py, cpu_offloading/hybrid_optimizer.py"
 
 
 def _low_moments(case: Case) -> bool:
@@ -26,19 +27,26 @@ def _unread_states(case: Case) -> str | None:
     grads = [] if case.aware or not case.core or case.policy.narrow_alone else ["main_grads"]
     for name in (*FUSED.values(), *grads):
         stated, held = getattr(case.policy, name), kept.get(name)
-        if name == "main_params" and _bf16_beside(case):
+        if name == "main_params" and _bf16_beside(case) and not _hybrid(case):
             continue  # a precision-aware optimizer cannot keep such weights either, see fused-adam-keeps-no-bf16-main-weights
         if stated is None or (held is None and name != "main_params"):
             continue
         is_ = case.policy.params if held is None else DType.FP32 if held.dtype is DType.INT16 else held.dtype
         if is_ is not stated:
             found.append(f"{name}={stated.short} (kept: {is_.short})")
-    return f"{', '.join(found)} by {case.run.optimizer.name} on {case.traits.full_name}" if found else None
+    keeper = "HybridDeviceOptimizer" if _hybrid(case) else case.run.optimizer.name
+    return f"{', '.join(found)} by {keeper} on {case.traits.full_name}" if found else None
+
+
+def _hybrid(case: Case) -> bool:
+    return hybrid(case.traits, case.run.optimizer)
 
 
 def _bf16_main(case: Case) -> bool:
     held = case.kept.get("main_params")
-    return _bf16_beside(case) or (held is not None and held.owner == "optimizer" and held.dtype is DType.BF16)
+    return (_bf16_beside(case) and not _hybrid(case)) or (
+        held is not None and held.owner == "optimizer" and held.dtype is DType.BF16
+    )
 
 
 def _bf16_beside(case: Case) -> bool:
@@ -114,7 +122,8 @@ RULES: tuple[Rule, ...] = (
         about="aware", when=lambda c: c.aware and c.gpu and c.run.versions.transformer_engine is None and not c.run.optimizer.cpu_offload),
     row("states-need-precision-aware", _unread_states,
         "FP32 states, or a precision-aware optimizer",
-        "mixed_precision.use_precision_aware_optimizer=true", _CONFIG),
+        "mixed_precision.use_precision_aware_optimizer=true", _CONFIG,
+        when=lambda c: not _hybrid(c)),
     row("fused-adam-keeps-no-bf16-main-weights", "main_params_dtype=bf16 kept by FusedAdam",
         "fp32 or fp16 main weights, or no precision-aware optimizer and 16-bit parameters that serve as their own main weights",
         "mixed_precision.main_params_dtype=fp32", "Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",
@@ -130,7 +139,7 @@ RULES: tuple[Rule, ...] = (
     warning("precision-aware-does-nothing", _pointless,
         "states below FP32: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
         "mixed_precision.use_precision_aware_optimizer=false, or bf16 moments", f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-        about="fp8", when=lambda c: c.core and c.aware and not _low_moments(c)),
+        about="fp8", when=lambda c: c.core and c.aware and not _hybrid(c) and not _low_moments(c)),
     row("fp8-recipe-leaks-into-the-optimizer", lambda c: f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off",
         "null: with any other value megatron-core ignores the precision-aware optimizer and keeps FP32 main weights",
         "optimizer.fp8_recipe=null", f"{_CONFIG}; Megatron-Bridge#2764",
@@ -162,8 +171,25 @@ RULES: tuple[Rule, ...] = (
         cure_here=lambda c: c.plain_states),
     row("offload-needs-precision-aware", "optimizer_cpu_offload without use_precision_aware_optimizer",
         "both",
-        "mixed_precision.use_precision_aware_optimizer=true", ARGUMENTS,
-        when=lambda c: c.run.optimizer.cpu_offload and not c.aware),
+        "mixed_precision.use_precision_aware_optimizer=true mixed_precision.store_param_remainders=false", ARGUMENTS,
+        when=lambda c: _hybrid(c) and not c.aware),
+    row("offload-on-a-sharded-engine", "optimizer_cpu_offload on {c.traits.full_name}",
+        "engine mcore: this engine keeps its states on the GPU, whatever the field says",
+        "optimizer.optimizer_cpu_offload=false", "mpbridge/backend/engines/shard_optimizer.py",
+        when=lambda c: c.run.optimizer.cpu_offload and c.traits.main_weights in ("optimizer", "wrapper")),
+    row("offload-keeps-fp32-states", _unread_states,
+        "FP32 main weights and moments: megatron-core passes HybridDeviceOptimizer no state dtypes",
+        "mixed_precision.main_params_dtype=fp32 mixed_precision.exp_avg_dtype=fp32 mixed_precision.exp_avg_sq_dtype=fp32, or optimizer.optimizer_cpu_offload=false",
+        _HYBRID, when=_hybrid),
+    warning("offload-stores-no-remainders", "store_param_remainders=true with optimizer_cpu_offload",
+        "full FP32 main weights, two more bytes per parameter than 16-bit remainders: HybridDeviceOptimizer does not read the field",
+        "mixed_precision.store_param_remainders=false", _HYBRID,
+        when=lambda c: _hybrid(c) and c.aware and c.policy.remainders and c.policy.main_params in (None, DType.FP32) and c.policy.params is DType.BF16),
+    row("offload-with-fp32-parameters", "optimizer_cpu_offload with FP32 parameters",
+        "16-bit parameters: HybridDeviceOptimizer takes no views that require gradients, and the distributed optimizer detaches those of 16-bit parameters only",
+        "optimizer.optimizer_cpu_offload=false, or 16-bit parameters without keep_fp32",
+        "megatron-core 0.16.1 and d98e8a64: distrib_optimizer.py _build_model_and_main_param_groups; torch.optim.Optimizer.add_param_group",
+        when=lambda c: _hybrid(c) and c.run.optimizer.distributed and (c.policy.params is DType.FP32 or c.policy.keep_fp32)),
     row("offload-with-stored-weights", lambda c: f"optimizer_cpu_offload with stored {c.stored[0].scaling} weights",
         "delayed scaling, or weights stored in 16 bits",
         PLAIN_WEIGHTS, f"{ARGUMENTS}; Megatron-LM#2788",

@@ -171,7 +171,12 @@ def _with_stored_mxfp8(facts: Facts, value: Any) -> bool:
 
 def _state_turns(facts: Facts, value: Any) -> bool:
     # a state below FP32 by itself requires the precision-aware optimizer, unless the parameters are their own main copy
-    return facts.aware or (not own_main(facts.policy) and value != facts.policy.params)
+    return facts.aware or not own_main(facts.policy)
+
+
+def _main_turns(facts: Facts, value: Any) -> bool:
+    # main weights in the parameters' dtype are the parameters, and no field is written then
+    return _state_turns(facts, value) and (facts.aware or value != facts.policy.params)
 
 
 def _low_states(facts: Facts) -> bool:
@@ -250,7 +255,7 @@ _STATES: tuple[PrecisionField, ...] = (
     _row("optimizer", "store_param_remainders", _stated("remainders"), "main weights as 16 more bits of BF16 parameters", True, knob="store_param_remainders",
          turns=lambda f, v: v is False or f.policy.params is DType.BF16),
     _row("optimizer", "main_params_dtype", _state("main_params"), "main weights, as the precision-aware optimizer reads it", DType.FP32, knob="main_params_dtype",
-         turns=_state_turns),
+         turns=_main_turns),
     _row("optimizer", "main_grads_dtype", _state("main_grads"), "gradients, as the precision-aware optimizer reads it", DType.FP32, knob="main_grads_dtype",
          turns=lambda f, v: f.aware and f.policy.reduce is not DType.FP32),
     _row("optimizer", "exp_avg_dtype", _state("exp_avg"), "first Adam moment, as the precision-aware optimizer reads it", DType.FP32, knob="exp_avg_dtype",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +16,14 @@ from mpbridge.common.facts import OptimizerFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
 from mpbridge.common.traits import traits
-from mpbridge.planning.memory.keeps import fused, keeps, keeps_of
+from mpbridge.planning.memory.by_role import states
+from mpbridge.planning.memory.keeps import STATES, fused, keeps, keeps_of
 from mpbridge.planning.memory.roles import roles
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer, Run
+from mpbridge.te_cpu.sides import on_host, with_copies
 from tests.planning.memory.live_roles import batches
 
 SEQ, VOCAB = 16, 128
@@ -61,10 +64,10 @@ ONCE_WRONG: dict[str, Case] = {
 """Where memory, rules and audit disagreed with each other or with the live tensors while each derived this for itself."""
 
 
-def configured(case: Case) -> Run:
+def configured(case: Case, **settings: Any) -> Run:
     engine, mixed, optimizer, distributed = case
     sections = {
-        "model": MODEL, "optimizer": {"lr": 1e-3, "optimizer": optimizer},
+        "model": MODEL, "optimizer": {"lr": 1e-3, "optimizer": optimizer, **settings},
         "ddp": {} if distributed is None else {"use_distributed_optimizer": distributed},
         "train": {"micro_batch_size": 2, "global_batch_size": 2, "train_iters": 4},
     }  # fmt: skip
@@ -184,6 +187,72 @@ def test_every_fourth_kind_of_keeping_is_what_lives_in_a_real_engine(world: None
 @pytest.mark.slow
 def test_every_kind_of_keeping_is_what_lives_in_a_real_engine(world: None) -> None:
     assert not _wrong(kinds())
+
+
+def _beside_its_source(original: Any) -> Any:
+    def made(tensor: torch.Tensor, **more: Any) -> torch.Tensor:
+        found = original(tensor, **more)
+        return found.cpu() if on_host(tensor) else found
+
+    return made
+
+
+@pytest.fixture
+def two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's HybridDeviceOptimizer without a GPU: what `.cpu()` returns is on the host, everything else counts as a GPU's."""
+    monkeypatch.setattr("mpbridge.backend.engines.base.require_here", lambda policy, facts: None)  # needs-cuda
+    for owner, name, new in with_copies(()):
+        monkeypatch.setattr(owner, name, new)
+    for owner, name in ((torch.Tensor, "clone"), (torch.Tensor, "float"), (torch, "zeros_like")):
+        monkeypatch.setattr(owner, name, _beside_its_source(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("mixed", [{}, BF16_GRADS, LOW, {"main_params_dtype": "fp16", "store_param_remainders": False}])
+def test_an_offloaded_optimizer_keeps_fp32_states_whatever_it_is_told(
+    world: None, two_sides: None, mixed: dict[str, Any], fraction: float
+) -> None:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.registry import build_engine
+    from mpbridge.backend.megatron.inside_optimizer import parts
+    from mpbridge.observe.audit.examine import audit
+
+    asked = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    run = configured(("mcore", {"recipe": "bf16_mixed", **AWARE, **mixed}, "adam", True), **asked)
+    live: list[tuple[str, torch.Tensor]] = []
+    with device_layer(False):
+        engine = build_engine(run)
+        try:
+            assert any(engine.train_step(batches(SEQ), microbatches=1).applied for _ in range(2))
+            (part,) = parts(engine.optimizer)
+            assert isinstance(part.optimizer, HybridDeviceOptimizer)
+            assert [str(one) for one in audit(run.policy, engine, stage="live").findings if not one.ok] == []
+            for parameter, state in part.optimizer.state.items():
+                updated = part.optimizer.param_to_fp32_param[parameter]
+                live += [("main_params", updated), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])]
+                if updated.grad is not None and updated.grad.data_ptr() != parameter.decoupled_grad.data_ptr():
+                    live.append(("main_grads", updated.grad))
+        finally:
+            engine.close()
+    assert {tensor.dtype for _, tensor in live} == {torch.float32}
+    assert {on_host(tensor) for _, tensor in live} == {fraction == 1.0}
+    on_gpu: Counter[str] = Counter()
+    for role, tensor in live:
+        on_gpu[role] += 0 if on_host(tensor) else tensor.nbytes
+    predicted = states(run.policy, run.facts, rank=0).roles
+    assert +on_gpu == {role: predicted[role] for role in STATES if role in predicted}
+
+
+def test_an_offloaded_optimizer_takes_no_fp32_parameters(world: None, two_sides: None) -> None:
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.registry import build_engine
+
+    run = configured(("mcore", {"recipe": "bf16_mixed", **AWARE, **NORMS}, "adam", True), optimizer_cpu_offload=True)
+    assert "offload-with-fp32-parameters" in {violation.rule for violation in broken(run.policy, run.facts)}
+    with device_layer(False), pytest.raises(ValueError, match="non-leaf"):
+        build_engine(run)
 
 
 @pytest.mark.parametrize("scaling", [None, "delayed", "tensorwise", "blockwise", "mxfp8"])

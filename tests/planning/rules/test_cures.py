@@ -68,6 +68,8 @@ def applied(one, settings):
             held = dataclasses.replace(held, name=value)
         elif name == "overlap_param_gather_with_optimizer_step":
             held = dataclasses.replace(held, overlap_param_gather_with_step=value)
+        elif (section, name) == ("optimizer", "optimizer_cpu_offload"):
+            held = dataclasses.replace(held, cpu_offload=value)
         elif section == "optimizer":
             held = dataclasses.replace(held, settings={**held.settings, name: value})
         elif section == "parallel":

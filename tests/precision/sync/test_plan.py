@@ -102,6 +102,15 @@ def test_the_line_that_would_keep_a_value_keeps_it(row: Any) -> None:
     assert kept
 
 
+@pytest.mark.parametrize("field", ["exp_avg_dtype", "exp_avg_sq_dtype"])
+def test_a_moment_in_the_dtype_of_the_parameters_has_a_line_that_keeps_it(field: str) -> None:
+    author = {field: DType.BF16}
+    (write,) = plan(resolve(BASES["bf16"], optimizer=author), optimizer=author).conflicts
+    assert write.keep == f"mixed_precision.{field}=bf16"
+    kept = BASES["bf16"].derive(**{field: "bf16"})
+    assert not plan(resolve(kept, optimizer=author), optimizer=author).conflicts
+
+
 def test_the_users_own_precision_fields_are_reported_and_left_alone() -> None:
     own = {"model": "disable_bf16_reduced_precision_matmul", "ddp": "reduce_scatter_with_fp32_accumulation"}
     made = plan(BF16, **{target: {field: True} for target, field in own.items()})

@@ -32,7 +32,7 @@ def test_ranks_whose_clocks_differ_issue_the_same_collectives(tmp_path):
     program = tmp_path / "hurried.py"
     program.write_text(HURRIED)
     first, second = reported(2, str(program), tmp_path / "counts.json")
-    assert first == second > 5
+    assert first == second >= 5
 
 
 def test_this_cpu_is_measured_and_predictions_follow(tmp_path, cli):
