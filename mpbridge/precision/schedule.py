@@ -110,8 +110,8 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
     return tuple(found)
 
 
-def shares(stages: Sequence[HasEnd], *, steps: int | None, tokens_per_step: int) -> tuple[float, ...] | None:
-    """Each stage's share of the run's steps. None: not known, as where a stage ends at a step of a run whose length (steps=None) is not set."""
+def shares(stages: Sequence[HasEnd], *, steps: int, tokens_per_step: int) -> tuple[float, ...] | None:
+    """Each stage's share of the run's steps. None: not known, as where a stage ends at a step of a run whose length is not set (steps=0)."""
     if steps:
         return tuple(
             (span.stop - span.start) / steps for span in spans(stages, steps=steps, tokens_per_step=tokens_per_step)
