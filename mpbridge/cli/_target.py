@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpbridge.cli._schedule import lost_states, stage_names
 from mpbridge.cli.options import arg, container, resolved
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.facts import Parallel, RunFacts, Versions
@@ -20,7 +21,7 @@ from mpbridge.planning.estimate.constants import Constants, read_machine
 from mpbridge.planning.estimate.predict import longer
 from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.planning.memory.overheads import left_out_of_memory, left_out_of_time
-from mpbridge.planning.outlook import Outlook
+from mpbridge.planning.outlook import Outlook, Schedule
 from mpbridge.settings.container import ConfigContainer, Run
 from mpbridge.settings.stages import emulation_faults, is_played, played
 
@@ -57,8 +58,16 @@ class TargetMachine:
 
     def outlook(self, made: Run) -> Outlook:
         """Whether the run is valid here, fits, and how long its step takes."""
-        later = tuple((stage.recipe, stage.policy) for stage in made.stages[1:])
-        return Outlook(policy=made.policy, facts=self.facts(made.facts), later=later, using=self.constants)
+        runs = made.by_stage()
+        first, *others = stages = tuple(
+            Outlook(policy=one.policy, facts=self.facts(one.facts), using=self.constants, name=name)
+            for name, one in zip(stage_names(made), runs, strict=True)
+        )
+        if not others:
+            return first
+        return Schedule(
+            policy=first.policy, facts=first.facts, using=self.constants, stages=stages, shares=made.shares, changes=tuple(lost_states(runs))
+        )  # fmt: skip
 
     def line(self) -> str:
         """A one-line description."""

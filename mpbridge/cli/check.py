@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpbridge.cli._schedule import print_schedule, schedule_data, stage_names, title
 from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, left_batches, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
@@ -56,18 +58,28 @@ def run(args: argparse.Namespace) -> int:
     if admission.here and (faults := resume_faults(made)):
         raise Contradiction(faults, subject="the run cannot start")
     outlook = where.outlook(made)
-    lost = sentence(made.policy, training_of(made))
+    runs = made.by_stage()
+    lost = (sentence(one.policy, training_of(one)) for one in runs)
     notes = [
-        *(f"overridden: {write}" for write in made.plan.conflicts),
+        *_of_stages(made, [[f"overridden: {write}" for write in one.plan.conflicts] for one in runs]),
         *admission.notes,
         *admission.trackers,
-        *([f"{lost} (mpbridge certify)"] if lost else []),
-        *left_out_of_memory(outlook.facts),
+        *_of_stages(made, [[f"{words} (mpbridge certify)"] if words else [] for words in lost]),
+        *dict.fromkeys(words for one in outlook.stages or (outlook,) for words in left_out_of_memory(one.facts)),
     ]
     assumed, others = _assumed(args, made, where), _others(made, where, outlook)
     parts = made, where, outlook, assumed, others, notes
     answer(args, as_data(*parts) if args.json else {}, lambda: _print(*parts))
     return 0 if outlook.ok else 1
+
+
+def _of_stages(made: Run, notes: Sequence[Sequence[str]]) -> list[str]:
+    """Notes on each stage, which those that do not hold of all name."""
+    found = []
+    for note in dict.fromkeys(note for held in notes for note in held):
+        whose = [name for name, held in zip(stage_names(made), notes, strict=True) if note in held]
+        found.append(note if len(whose) == len(notes) else f"{' and '.join(whose)}: {note}")
+    return found
 
 
 def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[tuple[str, str, str]]:
@@ -101,7 +113,8 @@ def _others(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
 
 def _recipes(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
     """The recipe of the same engine and compute dtype that gains most; of those whose speeds tie, the one with the best evidence."""
-    if not mine.answer or made.emulate:
+    # --recipe does not change a schedule
+    if not mine.answer or made.emulate or mine.stages:
         return []
     held = peak(mine.policy, mine.facts) or 0.0 if mine.ok and mine.answer == "fits" else 0.0
     found: list[tuple[Advice, _Other]] = []
@@ -135,6 +148,7 @@ def as_data(
     made: Run, where: TargetMachine, one: Outlook, assumed: Assumed, others: list[_Other], notes: list[str]
 ) -> dict[str, Any]:
     """The answer as JSON types."""
+    stages = one.stages or (one,)
     return {
         **record(one, "ok", "verdict", "objections"),
         "undecided": {name: why for name, why in (("fits", one.no_answer), ("time", one.no_time)) if why},
@@ -153,14 +167,31 @@ def as_data(
         "violations": [dataclasses.asdict(v) for v in one.violations],
         "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in one.misfits],
         **_figures(one),
+        "schedule": schedule_data(made, one),
         "others": [record(other, "settings", "gains", **_figures(other.outlook)) for other in others],
         "bf16_layers": list(made.policy.bf16_layers(made.facts.shape.num_layers)) if made.policy.quantized else [],
-        "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
-        "scale": scale_warmup(made.policy.loss_scale, made.train["train_iters"]),
-        "token_multiple": token_multiple(made.policy, one.facts),
+        "steps_that_the_first_loss_scale_may_cost": max(
+            scale.skips() if (scale := each.policy.loss_scale) else 0 for each in stages
+        ),
+        "scale": _warmup(made, one),
+        "token_multiple": math.lcm(*(token_multiple(each.policy, each.facts) for each in stages)),
         "notes": notes,
-        "served_as": served_as(made.policy, made.facts, made.facts.model),
+        "served_as": _served(one),
     }
+
+
+def _served(one: Outlook) -> str:
+    """How the weights are served that the run, in a schedule its last stage, leaves."""
+    last = one.stages[-1] if one.stages else one
+    return served_as(last.policy, last.facts, last.facts.model)
+
+
+def _warmup(made: Run, one: Outlook) -> str:
+    """What the first loss scale may cost, in words; in a schedule that of each stage that has one."""
+    said = (
+        (each.name, scale_warmup(each.policy.loss_scale, made.train["train_iters"])) for each in one.stages or (one,)
+    )
+    return "; ".join(f"{name}: {words}" if name else words for name, words in said if words)
 
 
 def _figures(one: Outlook) -> dict[str, Any]:
@@ -176,7 +207,7 @@ def _print(
     made: Run, where: TargetMachine, one: Outlook, assumed: Assumed, others: list[_Other], notes: list[str]
 ) -> None:
     there = f"{processes(made.world_size)} on {where.machine.label}"
-    print_line(f"recipe {made.recipe}, engine {made.engine}, {there}", sizes_of(made.facts.parallel))
+    print_line(f"{title(made)}, engine {made.engine}, {there}", sizes_of(made.facts.parallel))
     if made.played is not None:
         print_line(f"here   played {on_cpu(made)}")
     print_line()
@@ -187,13 +218,12 @@ def _print(
         f"fits   {_fits(one)}",
         f"time   {_time(one)}",
     )
-    warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
-    if warmup:
+    if warmup := _warmup(made, one):
         print_line(f"scale  {warmup}")
-    served = served_as(made.policy, made.facts, made.facts.model)
-    if served:
+    if served := _served(one):
         print_line(f"served as: {served}")
     print_line()
+    print_schedule(made, one)
     _print_violations(one.violations)
     # what only costs speed can wait for a run that is valid
     _print_sizes([f for f in one.misfits if not errors or f.level in ("required", "gatherable")])
@@ -210,7 +240,9 @@ def _print(
         print_table(("instead", "step and memory", Column(name="to change", number=False, whole=True)), rows)
         print_line()
     elif one.answer and one.capability.native:
-        print_line("instead  no layout and no recipe gains more than the band (mpbridge layouts, mpbridge recommend)")
+        nothing = "no layout gains more than the band (mpbridge layouts)"
+        either = "no layout and no recipe gains more than the band (mpbridge layouts, mpbridge recommend)"
+        print_line(f"instead  {nothing if one.stages else either}")
         print_line()
     for note in notes:
         print_line(f"note   {note}")
@@ -233,7 +265,8 @@ def _fits(one: Outlook) -> str:
     need, off, have = (f"{size / GIB.size:.1f}" for size in sizes)
     word = {"fits": "yes", "tight": "tight", "does not fit": "no"}[one.answer]
     parts = ", ".join(f"{name} {size / GIB.size:.1f}" for name, size in one.parts.items())
-    return f"{word}: {need} +- {off} GiB of {have} ({parts}; mpbridge memory)"
+    where = f"{one.fullest.name}, " if one.stages else ""
+    return f"{word}: {where}{need} +- {off} GiB of {have} ({parts}; mpbridge memory)"
 
 
 def _time(one: Outlook) -> str:
@@ -241,7 +274,7 @@ def _time(one: Outlook) -> str:
         return f"not decided: {one.no_time}"
     low, high = one.time.span
     return (
-        f"{one.time.seconds:.3g} s per step ({low:.3g} to {high:.3g}: {one.time.because}), "
+        f"{one.time.seconds:.3g} s per {'mean ' if one.stages else ''}step ({low:.3g} to {high:.3g}: {one.time.because}), "
         f"{one.time.tokens_per_second:,.0f} tokens/s per GPU (mpbridge estimate)"
     )
 

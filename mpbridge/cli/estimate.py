@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpbridge.cli._schedule import names_of, print_schedule, schedule_data, title
 from mpbridge.cli._target import TARGET, TargetMachine, on_target, reference, sizes_of, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
 from mpbridge.cli.text import answer, print_line, print_table, record
@@ -18,6 +19,7 @@ from mpbridge.common.report.curves import Panel, drawable, stacked_bars
 from mpbridge.common.tables import GIB
 from mpbridge.planning.estimate.predict import Estimate, timing
 from mpbridge.planning.memory.by_role import REFERENCE, Memory
+from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.container import ConfigContainer, Run
 
 SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"
@@ -50,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     plain, other = _reference(made, where)
     theirs = None if other is None else _data(REFERENCE, other, args.price)
     data = _data(made.recipe, mine, args.price) | {"reference": theirs}
-    data |= record(outlook, "verdict", "objections")
-    answer(args, data, lambda: _print(made, where, mine, other, args.price))
+    data |= record(outlook, "verdict", "objections", schedule=schedule_data(made, outlook))
+    answer(args, data, lambda: _print(made, where, outlook, other, args.price))
     if not args.json:
         for words in outlook.objections.values():
             print_line(f"\nnot as configured: {words} (mpbridge check)")
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def _reference(made: Run, where: TargetMachine) -> tuple[Run | None, Estimate | None]:
     """bf16_mixed on the same machine and layout, and its time; None if it cannot run there, has no time or is the requested recipe."""
     run = time = None
-    if made.recipe != REFERENCE:
+    if made.recipe != REFERENCE or len(made.stages) > 1:
         with contextlib.suppress(MpbridgeError):
             run = reference(made, where)
             time = where.outlook(run).time
@@ -85,13 +87,14 @@ def _data(recipe: str, one: Estimate, price: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None, price: float | None) -> None:
+def _print(made: Run, where: TargetMachine, outlook: Outlook, other: Estimate | None, price: float | None) -> None:
+    mine = outlook.time
     (low, high), hours = mine.span, mine.gpu_hours_per_billion_tokens
     cost = f", {price * hours:,.0f} at {price:g} per hour" if price is not None else ""
     print_line(
-        f"recipe {made.recipe}, engine {made.engine}, {made.facts.parallel.world_size} x {where.machine.label}: a prediction",
+        f"{title(made)}, engine {made.engine}, {made.facts.parallel.world_size} x {where.machine.label}: a prediction",
         f"{sizes_of(made.facts.parallel)}\n",
-        f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})",
+        f"{'mean step' if outlook.stages else 'step':13} {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})",
         f"tokens/s/GPU  {mine.tokens_per_second:,.0f}",
         f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} per GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products",
         f"GPU hours     {hours:,.0f} per billion tokens{cost}",
@@ -101,6 +104,7 @@ def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | No
         faster = f"{other.seconds / mine.seconds:.2f} times as fast ({other.seconds:.3g} s)"
         print_line(f"compared with {REFERENCE} in the same layout: {faster}")
     print_line()
+    print_schedule(made, outlook)
     rows = []
     for name in dict.fromkeys([*mine.parts, *theirs]):
         seconds, plain = mine.parts.get(name, 0.0), theirs.get(name, 0.0)
@@ -120,8 +124,8 @@ def _plot(
     path: Path, made: Run, plain: Run | None, where: TargetMachine, mine: Estimate, other: Estimate | None
 ) -> None:
     """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
-    time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
-    held = {run.recipe: _by_role(where.outlook(run).memory) for run in (made, plain) if run is not None}
+    time = {names_of(made): mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
+    held = {names_of(run): _by_role(where.outlook(run).memory) for run in (made, plain) if run is not None}
     panels = (
         Panel(f"Predicted step, {mine.world} GPUs", "seconds per step", time),
         Panel("Predicted memory of the fullest rank, by role", "GiB", held),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import shlex
 import shutil
@@ -13,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpbridge.cli._schedule import lost_states, stage_names
+from mpbridge.cli._target import TargetMachine
 from mpbridge.cli.options import arg, resolved, too_small, whole
 from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
@@ -20,7 +21,6 @@ from mpbridge.common.machines import machine
 from mpbridge.common.report.console import warn
 from mpbridge.common.shipped import VERSION
 from mpbridge.planning.capability import ASSUMED
-from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import broken
 from mpbridge.settings.container import Run
 from mpbridge.settings.training import ANNOUNCED
@@ -129,16 +129,22 @@ def _requeue_faults(section: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_broken(made: Run, *, gpus: bool) -> None:
-    """Raises Refused with the rules that the run breaks on any node, since the nodes are not known here."""
-    machines = [machine(name) for name in (("a100", "h100", "b200") if gpus else ("cpu",))]
-    errors: list[dict[str, Violation]] = []
-    for one in machines:
-        versions = ASSUMED if gpus else made.facts.versions
-        facts = dataclasses.replace(made.facts, machine=one, versions=versions, environment={})
-        errors.append({v.rule: v for v in broken(made.policy, facts) if v.severity == "error"})
-    everywhere = [v for rule, v in errors[0].items() if all(rule in other for other in errors)]
-    if everywhere:
-        raise Refused("\n".join(map(str, everywhere)))
+    """Raises Refused with the rules that the run breaks, in any of its stages, on any node, since the nodes are not known here."""
+    versions = ASSUMED if gpus else made.facts.versions
+    nodes = [
+        TargetMachine(machine=machine(name), versions=versions, here=False)
+        for name in (("a100", "h100", "b200") if gpus else ("cpu",))
+    ]
+    runs = made.by_stage()
+    found = list(map(str, lost_states(runs)))
+    for name, run in zip(stage_names(made), runs, strict=True):
+        errors = [
+            {v.rule: v for v in broken(run.policy, node.facts(run.facts)) if v.severity == "error"} for node in nodes
+        ]
+        everywhere = (v for rule, v in errors[0].items() if all(rule in other for other in errors))
+        found += [f"{name}: {violation}" if name else str(violation) for violation in everywhere]
+    if found:
+        raise Refused("\n".join(found))
 
 
 def _header(job: argparse.Namespace) -> list[str]:

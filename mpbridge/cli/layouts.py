@@ -6,10 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpbridge.cli._schedule import names_of
 from mpbridge.cli._target import TARGET, TargetMachine, left_batches, left_out, on_target, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
@@ -22,6 +23,7 @@ from mpbridge.planning.estimate.candidates import PLACES, line
 from mpbridge.planning.estimate.layouts import Layout, search, why_none
 from mpbridge.planning.estimate.predict import timing
 from mpbridge.planning.memory.by_role import REFERENCE
+from mpbridge.planning.outlook import Outlook
 from mpbridge.precision.registry import describe, recipe, recipes
 from mpbridge.settings.container import ConfigContainer, Run
 
@@ -66,16 +68,20 @@ def _search(
         try:
             box = base if name is None else dataclasses.replace(base, mixed_precision=name)
             made, valid = _resolved(box, world, where)
-            facts, stated = alone(where.facts(made.facts), world), says_optimizer(box)
+            outlook, stated = _alone(where.outlook(made), world), says_optimizer(box)
+            policy, facts = outlook.fullest.policy, outlook.fullest.facts
             refused = Counter[str]()
-            mine = search(
-                made.policy, facts, where.machine, most=args.most, using=where.constants, stated=stated, refused=refused
+            near = search(
+                policy, facts, where.machine, most=args.most, using=where.constants, stated=stated, refused=refused
             )
+            mine = _of_all(outlook, near)
             configured, left = made.facts if valid else None, left_batches(made)
             changes = [line(one.run, configured, left=left) or "as configured" for one in mine]
-            found += [(made.recipe, one, change) for one, change in zip(mine, changes, strict=True)]
+            found += [(names_of(made), one, change) for one, change in zip(mine, changes, strict=True)]
             if not mine:
-                faults.append(f"{made.recipe}: {why_none(made.policy, facts, where.machine, refused, stated=stated)}")
+                why = why_none(policy, facts, where.machine, refused, stated=stated)
+                others = f"the layouts of {outlook.fullest.name} are not valid, or do not fit, in another stage"
+                faults.append(f"{names_of(made)}: {others if near else why}")
             omitted |= left_out(facts)
         except MpbridgeError as error:
             if len(names) == 1 and isinstance(error, Contradiction):
@@ -102,8 +108,30 @@ def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> tuple[R
             "model": {name: value for name, value in (given.get("model") or {}).items() if name not in PLACES},
         }
         made = on_target(box, 1, where, **alike)
-    refuse_unless_native(made.policy, where.machine, where.versions)
+    for one in made.by_stage():
+        refuse_unless_native(one.policy, where.machine, where.versions)
     return made, valid
+
+
+def _alone(outlook: Outlook, world: int) -> Outlook:
+    """The run, and each stage of a schedule, without model parallelism."""
+    stages = tuple(_alone(stage, world) for stage in outlook.stages)
+    return dataclasses.replace(outlook, facts=alone(outlook.facts, world), stages=stages)
+
+
+def _of_all(outlook: Outlook, found: Sequence[Layout]) -> Sequence[Layout]:
+    """Layouts of a schedule's fullest stage as those of all its stages, without any in which another one is not valid or does not fit."""
+    if not outlook.stages:
+        return found
+    every = ((one, outlook.on(one.run)) for one in found)
+    return [
+        dataclasses.replace(
+            one, run=held.facts, seconds=held.time.seconds, tokens_per_second=held.time.tokens_per_second,
+            needed=held.memory.needed, band=held.memory.band, answer=held.answer or one.answer,
+        )
+        for one, held in every
+        if held.ok
+    ]  # fmt: skip
 
 
 def _names(args: argparse.Namespace) -> list[str | None]:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from mpbridge.cli._schedule import print_schedule, schedule_data, title
 from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, reference, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import JSON, RUN, arg, whole
@@ -44,8 +45,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table. Returns 1 if the run is not valid, or if a GPU is known and it does not fit."""
     where, made = asked(args)
     outlook = where.outlook(made)
-    facts = outlook.facts
     mine = outlook.memory  # refuses what no rank could hold, whichever is asked for
+    if outlook.stages:  # the table is of the one that decides whether it fits
+        made = made.at(outlook.stages.index(outlook.fullest))
+    facts = outlook.fullest.facts
     mine = mine if args.rank is None else memory(made.policy, facts, rank=args.rank)
     plain = reference(made, where)
     other = memory(plain.policy, where.facts(plain.facts), rank=mine.rank)
@@ -53,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     firsts = range(0, facts.parallel.world_size, facts.parallel.world_size // pipeline) if args.stages else ()
     stages = tuple(memory(made.policy, facts, rank=rank) for rank in firsts)
     data = as_data(made, facts, mine, other, outlook.fit, stages) | record(outlook, "verdict", "objections")
+    data["schedule"] = schedule_data(made, outlook)
     answer(args, data, lambda: _print(made, where, outlook, mine, other, stages))
     return 0 if outlook.ok else 1
 
@@ -90,16 +94,19 @@ def _data(one: Memory) -> dict[str, Any]:
 def _print(
     made: Run, where: TargetMachine, outlook: Outlook, mine: Memory, other: Memory, stages: tuple[Memory, ...]
 ) -> None:
-    facts = outlook.facts
+    facts = outlook.fullest.facts
     unit = unit_for(max(mine.needed, other.needed))
     gpus = f"{made.world_size} GPU{'s' * (made.world_size > 1)}"
     full, here = fullest(made.policy, facts, mine), f"rank {mine.rank} (stage {mine.stage})"
     which = f"{here} is the fullest" if mine.rank == full else f"{here}; rank {full} is the fullest"
     print_line(
-        f"recipe {made.recipe}, engine {made.engine}: {count(total_parameters(facts))} parameters on {gpus}",
+        f"{title(made)}, engine {made.engine}: {count(total_parameters(facts))} parameters on {gpus}",
         f"{sizes_of(facts.parallel)}; {which}",
         "",
     )
+    print_schedule(made, outlook)
+    if outlook.stages:
+        print_line(f"memory in {outlook.fullest.name}, which decides whether the run fits")
     columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "basis")
     print_table(columns, _rows(facts, mine, other, unit))
     if stages:
@@ -153,9 +160,10 @@ def _say_nearest(made: Run, outlook: Outlook) -> None:
         if violation.rule == "machine-cannot-run-it":
             print_line(f"no layout was searched: {violation.found}")
             return
-    found = nearest(outlook.policy, outlook.facts, outlook.machine, stated=says_optimizer(made.container))
+    full = outlook.fullest
+    found = nearest(full.policy, full.facts, full.machine, stated=says_optimizer(made.container))
     print_line(
-        f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found, outlook.facts, left=left_batches(made))}"
+        f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found, full.facts, left=left_batches(made))}"
         if found is not None
         else f"no layout fits on up to {64 * outlook.facts.parallel.world_size} GPUs"
     )

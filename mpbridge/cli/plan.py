@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
+from mpbridge.cli._schedule import title
 from mpbridge.cli.options import JSON, RUN, arg, resolved
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import answer, print_line, print_table, record, show_table
@@ -17,7 +19,7 @@ from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.trained import NEWTON_SCHULZ
 from mpbridge.precision.globs import is_adapter
 from mpbridge.precision.sync.plan import plain
-from mpbridge.settings.container import Run
+from mpbridge.settings.container import Run, Stage
 
 SUMMARY = "show what a recipe would write into a configuration, and what it overrides"
 ARGUMENTS = (
@@ -30,15 +32,16 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 1 if values are overridden and --on-conflict is error."""
-    made = resolved(args)
-    for stage in made.stages:
-        refuse_idle_rules(stage.policy, made.facts.shape, depth=made.facts.shape.num_layers)
-    answer(args, as_data(made), lambda: _print(made, explain=args.explain))
-    return 1 if args.on_conflict == "error" and made.plan.conflicts else 0
+    runs = resolved(args).by_stage()
+    for one in runs:
+        refuse_idle_rules(one.policy, one.facts.shape, depth=one.facts.shape.num_layers)
+    answer(args, as_data(runs), lambda: _print(runs, explain=args.explain))
+    return 1 if args.on_conflict == "error" and any(one.plan.conflicts for one in runs) else 0
 
 
-def as_data(made: Run) -> dict[str, object]:
-    """The plan and its context as JSON types."""
+def as_data(runs: Sequence[Run]) -> dict[str, object]:
+    """The plan and its context as JSON types, of each stage. runs: `Run.by_stage`."""
+    made = runs[0]
     depth = made.facts.shape.num_layers
     return {
         **record(made, "recipe", "engine", "world_size", "brought"),
@@ -47,11 +50,16 @@ def as_data(made: Run) -> dict[str, object]:
         "bf16_layers": list(made.policy.bf16_layers(depth)) if made.policy.quantized else None,
         "origin": dict(made.origin),
         "values": {name: value for name, value, _ in _explained(made)},
-        "stages": [
-            {"recipe": stage.recipe, "until": stage.until, "fingerprint": stage.policy.fingerprint()}
-            for stage in made.stages
-        ],
+        "stages": [_stage(stage, one) for stage, one in zip(made.stages, runs, strict=True)],
     }
+
+
+def _stage(stage: Stage, made: Run) -> dict[str, object]:
+    decided = made.plan.as_data()
+    return {
+        "recipe": made.recipe, "until": stage.until, "brought": made.brought, "meaning": dict(meaning(made)),
+        **{name: decided[name] for name in ("fingerprint", "writes", "kept")},
+    }  # fmt: skip
 
 
 def meaning(made: Run) -> list[tuple[str, str]]:
@@ -92,9 +100,20 @@ def _trained(made: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _print(made: Run, *, explain: bool) -> None:
+def _print(runs: Sequence[Run], *, explain: bool) -> None:
+    made = runs[0]
     how = "emulated" if made.facts.realization == "emulated" else "native"
-    print_line(f"recipe {made.recipe} ({how}), engine {made.engine}, {processes(made.world_size)}\n")
+    print_line(f"{title(made)} ({how}), engine {made.engine}, {processes(made.world_size)}\n")
+    for number, (stage, one) in enumerate(zip(made.stages, runs, strict=True), start=1):
+        if len(runs) > 1:
+            print_line(*[""] * (one is not made), f"stage {number}: {one.recipe}, until {stage.until or 'the end'}")
+        _print_plan(one)
+    if explain:
+        print_line()
+        print_table(("setting", "value", "from"), _explained(made), title="where the configuration's values came from")
+
+
+def _print_plan(made: Run) -> None:
     if made.plan.writes or made.plan.kept:
         show_table(made.plan.table())
     else:
@@ -103,13 +122,6 @@ def _print(made: Run, *, explain: bool) -> None:
         print_line(f"the recipe also sets {setting}")
     print_line()
     print_table(("fact", "value"), meaning(made), title="what it means")
-    if len(made.stages) > 1:
-        print_line()
-        stages = [(stage.recipe, str(stage.until or "the end")) for stage in made.stages]
-        print_table(("stage", "until"), stages, title="stages (the plan is the first one's)")
-    if explain:
-        print_line()
-        print_table(("setting", "value", "from"), _explained(made), title="where the configuration's values came from")
 
 
 def _explained(made: Run) -> list[tuple[str, str, str]]:

@@ -58,8 +58,9 @@ def _stage(run: Run) -> AbstractContextManager[Any]:
 
 
 def _train(args: argparse.Namespace, made: Run) -> int:
-    if args.on_conflict == "error" and made.plan.conflicts:
-        lines = [f"  - {write}" for write in made.plan.conflicts]
+    overridden = dict.fromkeys(str(write) for one in made.by_stage() for write in one.plan.conflicts)
+    if args.on_conflict == "error" and overridden:
+        lines = [f"  - {write}" for write in overridden]
         raise Conflict("\n".join(["the recipe overrides what was set:", *lines]))
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)

@@ -13,9 +13,10 @@ from mpbridge.common.machines import Machine
 from mpbridge.common.tables import GIB
 from mpbridge.planning.capability import Capability, can_run, refuse_unless_native
 from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
+from mpbridge.planning.estimate.candidates import moved
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.layouts import nearest, search
-from mpbridge.planning.estimate.predict import Estimate, estimate
+from mpbridge.planning.estimate.predict import Estimate, estimate, mean
 from mpbridge.planning.memory.by_role import Fit, Memory, fit, memory, verdict
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, lint
@@ -33,8 +34,10 @@ class Outlook:
     policy: PrecisionPolicy
     facts: RunFacts
     """With machine and versions."""
-    later: tuple[tuple[str, PrecisionPolicy], ...] = ()
-    """(name, policy) of the run's recipes after the first."""
+    name: str = ""
+    """'stage 2 (bf16_mixed)' of a schedule; "": the whole run."""
+    stages: tuple[Outlook, ...] = ()
+    """Of a `Schedule`; empty: one recipe."""
     using: Constants | None = None
     """Efficiencies of a machine that `calibrate` measured; None: the shipped ones."""
 
@@ -45,16 +48,8 @@ class Outlook:
 
     @cached_property
     def violations(self) -> tuple[Violation, ...]:
-        """The broken rules of every recipe, errors first; those of later recipes name their stage."""
-        found = list(broken(self.policy, self.facts))
-        for stage, (name, policy) in enumerate(self.later, start=2):
-            seen = {violation.rule for violation in found}
-            found += [
-                dataclasses.replace(violation, found=f"stage {stage} ({name}): {violation.found}")
-                for violation in broken(policy, self.facts)
-                if violation.rule not in seen
-            ]
-        return tuple(sorted(found, key=lambda violation: violation.severity != "error"))
+        """The broken rules, errors first."""
+        return broken(self.policy, self.facts)
 
     @cached_property
     def errors(self) -> tuple[Violation, ...]:
@@ -78,6 +73,11 @@ class Outlook:
         if self.undivided:
             raise Refused(self.undivided)
         return memory(self.policy, self.facts)
+
+    @property
+    def fullest(self) -> Outlook:
+        """The stage that decides whether the run fits. Raises Refused as `memory` does."""
+        return self
 
     @cached_property
     def answer(self) -> str:
@@ -140,13 +140,17 @@ class Outlook:
         """ "valid" and "fits" -> why not; empty: nothing that is known refuses the run."""
         found = {}
         if self.errors:
-            names = ", ".join(violation.rule for violation in self.errors)
+            names = ", ".join(dict.fromkeys(violation.rule for violation in self.errors))
             found["valid"] = f"not valid: {len(self.errors)} error{'s' if len(self.errors) > 1 else ''} ({names})"
         if self.answer == "does not fit":
             sizes = (self.memory.needed, self.memory.band, self.machine.memory_bytes)
             need, off, have = (f"{size / GIB.size:.1f}" for size in sizes)
-            found["fits"] = f"does not fit on {self.machine.name}: {need} +- {off} GiB of {have}"
+            found["fits"] = f"does not fit on {self.machine.name}{self._where}: {need} +- {off} GiB of {have}"
         return found
+
+    @property
+    def _where(self) -> str:
+        return f" in {self.fullest.name}" if self.stages else ""
 
     @property
     def ok(self) -> bool:
@@ -161,7 +165,8 @@ class Outlook:
         time = f"time not decided: {self.no_time}" if self.no_time else f"about {self.time.seconds:.3g} s a step"
         if self.no_answer:
             return f"valid; whether it fits is not decided: {self.no_answer}" + ("" if self.no_time else f"; {time}")
-        return f"yes: {'tight: it may run out of memory' if self.answer == 'tight' else 'valid, fits'}; {time}"
+        tight = f"tight: it may run out of memory{self._where}"
+        return f"yes: {tight if self.answer == 'tight' else 'valid, fits'}; {time}"
 
     @property
     def parts(self) -> dict[str, int]:
@@ -195,9 +200,10 @@ class Outlook:
         stated: the author set whether the optimizer is distributed. Empty if the memory is unknown, or a rule forbids every layout."""
         if not self.answer or not self.capability.native:
             return []
-        below = self.must_be_below if self.ok and self.answer == "fits" else None
+        full = self.fullest  # for a schedule it is asked what else would hold its fullest stage, and `gain` of all
+        below = full.must_be_below if self.ok and self.answer == "fits" else None
         with contextlib.suppress(MpbridgeError):
-            asked = self.policy, self.facts, self.machine
+            asked = full.policy, full.facts, self.machine
             near = search(*asked, most=most, using=self.using, stated=stated, below=below)
             # what fits is worth more than what may fit
             wanted = sorted(near, key=lambda layout: layout.answer)
@@ -209,5 +215,88 @@ class Outlook:
         return []
 
     def on(self, facts: RunFacts) -> Outlook:
-        """The same recipes in another layout."""
+        """The same in another layout, in the facts of the `fullest`."""
         return dataclasses.replace(self, facts=facts)
+
+
+_FITS = ("fits", "tight", "does not fit")
+_RUNS = ("native", "emulated", "no")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Outlook):
+    """Answers about a run with a schedule of recipes, of which each stage has an outlook of its own: the run is as valid, as capable and as full as the
+    worst of them, and its step is their mean. `policy` and `facts` are the first stage's."""
+
+    shares: tuple[float, ...] | None = None
+    """Each stage's share of the steps; None: not known."""
+    changes: tuple[Violation, ...] = ()
+    """What is wrong between stages."""
+
+    @cached_property
+    def violations(self) -> tuple[Violation, ...]:
+        """The broken rules of every stage, errors first; those that not all of them break name theirs."""
+        found = list(self.changes)
+        for violation in dict.fromkeys(violation for stage in self.stages for violation in stage.violations):
+            whose = [stage for stage in self.stages if violation in stage.violations]
+            names = "" if len(whose) == len(self.stages) else f"{' and '.join(stage.name for stage in whose)}: "
+            found.append(dataclasses.replace(violation, found=f"{names}{violation.found}"))
+        return tuple(sorted(found, key=lambda violation: violation.severity != "error"))
+
+    @cached_property
+    def misfits(self) -> tuple[Misfit, ...]:
+        """Sizes that do not suit a stage's recipe."""
+        return tuple(dict.fromkeys(misfit for stage in self.stages for misfit in stage.misfits))
+
+    @cached_property
+    def capability(self) -> Capability:
+        """The least of any stage, which it names if others differ."""
+        least = max(self.stages, key=lambda stage: (_RUNS.index(stage.capability.how), not stage.capability.proven))
+        if all(stage.capability == least.capability for stage in self.stages):
+            return least.capability
+        return dataclasses.replace(least.capability, reason=f"{least.name}: {least.capability.reason}")
+
+    @cached_property
+    def fullest(self) -> Outlook:
+        """The stage whose answer is worst, and of these the one that needs most."""
+        fits = [verdict(stage.memory, self.machine.memory_bytes) for stage in self.stages]
+        worst = max(map(_FITS.index, fits))
+        among = [stage for stage, said in zip(self.stages, fits, strict=True) if said == _FITS[worst]]
+        return max(among, key=lambda stage: stage.memory.needed)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """That of the fullest stage. Raises Refused as a stage's does."""
+        return self.fullest.memory
+
+    @cached_property
+    def may_fit(self) -> bool:
+        """False where a part of a stage's answer is enough to know that it does not fit."""
+        return all(stage.may_fit for stage in self.stages)
+
+    @cached_property
+    def fit(self) -> Fit | None:
+        """That of the fullest stage, without the ways that would be another recipe: single fields cannot change a list of stages."""
+        found = self.fullest.fit
+        ways = () if found is None else tuple(way for way in found.ways if not way.startswith("mixed_precision."))
+        return None if found is None else dataclasses.replace(found, ways=ways)
+
+    @cached_property
+    def time(self) -> Estimate:
+        """The mean step over the run; the slowest stage's where their shares are not known. Raises as a stage's does."""
+        times = [stage.time for stage in self.stages]
+        if self.shares is not None:
+            return mean(list(zip(self.shares, times, strict=True)))
+        slowest = max(times, key=lambda one: one.seconds)
+        known = "the slowest stage, since without train.train_iters their shares are not known"
+        return dataclasses.replace(slowest, because=f"{known}; {slowest.because}")
+
+    @cached_property
+    def undivided(self) -> str:
+        """What does not divide in any stage, as text."""
+        return "; ".join(dict.fromkeys(stage.undivided for stage in self.stages if stage.undivided))
+
+    def on(self, facts: RunFacts) -> Outlook:
+        """The same stages in another layout, in the facts of the `fullest`."""
+        stages = tuple(stage.on(moved(stage.facts, self.fullest.facts, facts)) for stage in self.stages)
+        return dataclasses.replace(self, facts=stages[0].facts, stages=stages)

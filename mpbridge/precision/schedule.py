@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,3 +108,16 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
     if faults:
         raise Contradiction(faults, subject="the schedule of recipes does not fit the run")
     return tuple(found)
+
+
+def shares(stages: Sequence[HasEnd], *, steps: int, tokens_per_step: int) -> tuple[float, ...] | None:
+    """Each stage's share of the run's steps. None: not known, as where a stage ends at a step of a run whose length is not set (steps=0)."""
+    if steps:
+        return tuple(
+            (span.stop - span.start) / steps for span in spans(stages, steps=steps, tokens_per_step=tokens_per_step)
+        )
+    marks = [Mark.parse(stage.until) for stage in stages[:-1]]
+    ends = [0.0, *(mark.amount / 100 for mark in marks), 1.0]
+    if any(mark.unit != "percent" for mark in marks) or ends != sorted(ends):
+        return None
+    return tuple(stop - start for start, stop in itertools.pairwise(ends))

@@ -17,6 +17,7 @@ from mpbridge.common.formats import say
 from mpbridge.common.shipped import label
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.schedule import Span, shares, spans
 from mpbridge.settings.draft import BROUGHT, Draft, FaultFinder, joined
 from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
 from mpbridge.settings.schema import SECTIONS, Section, as_mapping, checked
@@ -269,7 +270,7 @@ class Run:
     te: str | None = None
     """The Transformer Engine release that was requested."""
     stages: tuple[Stage, ...] = field(default=(), repr=False)
-    """One per recipe of the run; `policy` is the first one's."""
+    """One per recipe of the run; `policy` is the first one's. As the whole list is read: what decides about a stage is `at`."""
 
     @property
     def brought(self) -> tuple[str, ...]:
@@ -286,3 +287,44 @@ class Run:
     def world_size(self) -> int:
         """Processes."""
         return self.facts.parallel.world_size
+
+    @property
+    def _length(self) -> dict[str, int]:
+        return {
+            "steps": int(self.train["train_iters"] or 0),
+            "tokens_per_step": int(self.train["global_batch_size"]) * self.facts.shape.seq_length,
+        }
+
+    @property
+    def spans(self) -> tuple[Span[Stage], ...]:
+        """The stages as step ranges. Raises Contradiction if they do not fit the run's length."""
+        return spans(self.stages, **self._length)
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """Each stage's share of the steps; None: not known, since the run's length is not set."""
+        return shares(self.stages, **self._length)
+
+    def at(self, index: int) -> Run:
+        """This run in the recipe of its stage `index`, resolved as if that were its only one: with its own plan, facts and the settings that it brings along.
+
+        The container and the list of stages are unchanged. Raises Contradiction.
+        """
+        if len(self.stages) < 2:
+            return self
+        given: Any = self.container.mixed_precision
+        part = given[index]
+        container = self.container.copy()
+        container.mixed_precision = (
+            {name: value for name, value in part.items() if name != "until"} if isinstance(part, Mapping) else part
+        )
+        container.engine = self.engine
+        # what training needs was required, or not, of the whole run
+        made = container.resolved(self.world_size, self.facts.machine, self.facts.versions, training=False)
+        return dataclasses.replace(
+            made, container=self.container, stages=self.stages, checkpoint=self.checkpoint, logger=self.logger
+        )
+
+    def by_stage(self) -> tuple[Run, ...]:
+        """The run `at` each of its stages; itself alone without a schedule."""
+        return tuple(self.at(index) for index in range(max(1, len(self.stages))))

@@ -4,7 +4,6 @@ the reaction to steps that are not finite; and schedules of recipes: the current
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import re
 import shlex
@@ -24,15 +23,14 @@ from mpbridge.common.report.metrics import record
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import require_here
-from mpbridge.precision.schedule import Span, spans
 from mpbridge.settings.container import Run
 from mpbridge.settings.training import parse_nonfinite
 from mpbridge.training.admission import beginning, resume_point
 from mpbridge.training.base import Hook, Training, scheduler
 from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import reader, store
-from mpbridge.training.checkpoint.continuation import of_run
-from mpbridge.training.checkpoint.verdict import Verdict, verdict
+from mpbridge.training.checkpoint.continuation import changes_of
+from mpbridge.training.checkpoint.verdict import Verdict
 
 _SWITCH = re.compile(r"recipe from step (\d+)")
 """The summary's notes of `switch`."""
@@ -167,7 +165,7 @@ class Checkpointer(Hook):
             del training.notes[later]
         if stage is not None:
             _record_switch(training, before, answer)
-        return entry.path.name + _lost(answer)
+        return entry.path.name + answer.loss
 
     def _seal(self) -> None:
         assert self.pending is not None
@@ -234,28 +232,6 @@ def resume_line(folder: Path, *, reset: bool = False) -> str:
     return shlex.join([*(word for word in words if not word.startswith(once)), *settings])
 
 
-def spans_of(run: Run) -> tuple[Span[Any], ...]:
-    """The stages of a run as step ranges. Raises Contradiction if they do not fit its length."""
-    train = run.train
-    tokens = int(train["global_batch_size"]) * run.facts.shape.seq_length
-    return spans(run.stages, steps=int(train["train_iters"]), tokens_per_step=tokens)
-
-
-def stage_run(run: Run, index: int) -> Run:
-    """`run` with the recipe of its stage `index`; everything else, including the list of stages, unchanged. Raises Contradiction."""
-    container = run.container.copy()
-    given: Any = run.container.mixed_precision
-    part = given[index]
-    container.mixed_precision = (
-        {name: value for name, value in part.items() if name != "until"} if isinstance(part, Mapping) else part
-    )
-    container.engine = run.facts.engine
-    made = container.resolved(run.facts.parallel.world_size, run.facts.machine, run.facts.versions)
-    return dataclasses.replace(
-        made, container=run.container, stages=run.stages, checkpoint=run.checkpoint, logger=run.logger
-    )
-
-
 def anchored(run: Run) -> Run:
     """`run` with the folders that it writes to as absolute paths: code of the user's that changes the working directory does not move them."""
     save, log = run.checkpoint.get("save"), run.logger.get("log_dir")
@@ -273,9 +249,9 @@ def at_stage(run: Run) -> Run:
     # another program's weights start at step 0
     own = place is not None and not reader.is_foreign(place) and not store.read_manifest(place).get("foreign")
     done = store.step_of(place) if place is not None and own else 0
-    found = spans_of(run)
+    found = run.spans
     index = next((span.index for span in found if span.holds(done)), found[-1].index)
-    return stage_run(run, index)
+    return run.at(index)
 
 
 def check_stages(run: Run, said: Collection[Violation] = ()) -> list[str]:
@@ -285,38 +261,32 @@ def check_stages(run: Run, said: Collection[Violation] = ()) -> list[str]:
     """
     if len(run.stages) < 2:
         return []
-    runs = [stage_run(run, span.index) for span in spans_of(run)]
+    runs, overridden = run.by_stage(), {str(write) for write in run.plan.conflicts}
     faults, lines = [], []
-    for span, made in zip(spans_of(run), runs, strict=True):
+    for span, made in zip(run.spans, runs, strict=True):
         lines.append(f"stage {span.index + 1}: {made.recipe}, steps {span.start + 1} to {span.stop}")
+        new = [text for write in made.plan.conflicts if (text := str(write)) not in overridden]
+        lines += [f"  overridden: {text}" for text in new]
         try:
             _, warnings = require_here(made.policy, made.facts)
         except MpbridgeError as error:
             faults.append(f"stage {span.index + 1} ({made.recipe}): {error}")
         else:
             lines += [f"  {warning}" for warning in warnings if warning not in said]
-    for index, (before, after) in enumerate(itertools.pairwise(runs), start=1):
-        answer = verdict(of_run(before), of_run(after))
-        lines.append(f"  then {before.recipe} -> {after.recipe}: {answer.kind}{_lost(answer)}")
-        if not answer.goes_on:
-            faults.append(
-                f"from stage {index} to {index + 1} ({before.recipe} -> {after.recipe}): {'; '.join(answer.why)}"
-            )
+    for change in changes_of(runs):
+        lines.append(f"  then {change}")
+        faults += [change.fault] if change.fault else []
     if faults:
         raise Refused(str(Contradiction(faults, subject="the schedule of recipes cannot be run")))
     return lines
-
-
-def _lost(answer: Verdict) -> str:
-    return f" (lost: {'; '.join(answer.lost)})" if answer.lost else ""
 
 
 class Stages(Hook):
     """Requests the next stage's run when a stage is over; the loop then calls `switch`."""
 
     def __init__(self, run: Run) -> None:
-        self.spans = spans_of(run) if len(run.stages) > 1 else ()
-        self.runs = [stage_run(run, span.index) for span in self.spans]
+        self.spans = run.spans if len(run.stages) > 1 else ()
+        self.runs = run.by_stage()
 
     def other(self, now: Run, done: int) -> Run | None:
         """The run of the stage that the step after step `done` is in; None if that is `now`, or there is none."""
@@ -356,5 +326,5 @@ def _build(training: Training, run: Run) -> None:
 
 def _record_switch(training: Training, before: Run, answer: Verdict) -> None:
     done, old, new = training.counters.iteration, before.recipe, training.run.recipe
-    text = f"step {done}: {old} -> {new}: {answer.kind}{_lost(answer)}"
+    text = f"step {done}: {old} -> {new}: {answer.short}"
     record(training, "recipe", text, before=old, after=new, verdict=answer.kind, lost=list(answer.lost))

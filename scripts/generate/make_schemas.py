@@ -23,6 +23,8 @@ from mpbridge.precision.registry import recipes
 
 ON = ("--target", "h100")
 SMALL = ("model.num_layers=3", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.max_sequence_length=32", "data.seq_length=32", "train.global_batch_size=2", "train.micro_batch_size=1")  # fmt: skip
+STAGES = ("mixed_precision=[{recipe: bf16_mixed, until: 2}, {recipe: fp16_mixed}]", "train.train_iters=4")
+HALVES = STAGES[0].replace("until: 2", "until: 50%")
 MADE: tuple[tuple[str, ...], ...] = (
     # what the examples need, in order: runs, their checkpoints and folders, keys
     ("train", "--recipe", "mxfp8", "--emulate", "train.train_iters=2", "checkpoint.save=RUN", "logger.log_dir=RUN", "logger.precision_every=1", "train.eval_iters=0", "scheduler.lr_warmup_iters=0"),
@@ -31,15 +33,15 @@ MADE: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 EXAMPLES: dict[str, list[tuple[str, ...]]] = {
     "tune": [("--recipe", "nvfp4", "--batches", "4", "--unseen", "2", *SMALL, "--out", "TUNED.yaml")],
-    "check": [(), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON, "--cublaslt", "12.9"), ("--config", "llama3_8b", "--recipe", "mxfp8", *ON), ("--config", "llama3_8b", "--recipe", "bf16", *ON, "--world-size", "64"), ("--recipe", "fp16_mixed", "--emulate"), ("--rules",)],
-    "memory": [(), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON), ("--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--target", "b200", "--stages")],
-    "estimate": [("--config", "llama3_8b", *ON), ("--config", "gpt_oss_120b", "--recipe", "fp8_sc", *ON, "--price", "2"), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON)],
+    "check": [(), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON, "--cublaslt", "12.9"), ("--config", "llama3_8b", "--recipe", "mxfp8", *ON), ("--config", "llama3_8b", "--recipe", "bf16", *ON, "--world-size", "64"), ("--recipe", "fp16_mixed", "--emulate"), ("--rules",), STAGES, (*STAGES, "--config", "llama3_8b", *ON), (*STAGES, "--config", "llama3_8b", *ON, "parallel.pipeline_model_parallel_size=3")],
+    "memory": [(), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON), ("--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--target", "b200", "--stages"), (*STAGES, "--config", "llama3_8b", *ON)],
+    "estimate": [("--config", "llama3_8b", *ON), (*STAGES, "--config", "llama3_8b", *ON), ("--config", "gpt_oss_120b", "--recipe", "fp8_sc", *ON, "--price", "2"), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON)],
     "layouts": [("--config", "llama3_8b", *ON, "--world-size", "8", "--cublaslt", "12.9"), ("--config", "llama3_8b", *ON, "--world-size", "8", "--recipes", "bf16,mxfp8")],
     "recommend": [("--config", "llama3_8b", *ON, "--world-size", "8", "--cublaslt", "12.9"), ("--config", "gpt_tiny", *ON, "--by", "error"), ()],
     "report": [("RUN",), ("HEALTHY",), ("DIVERGED",), ("BARE",), ("DIVERGED", "--against", "HEALTHY")],
     "list": [()], "words": [(), ("bf16-mixed",)],
     "show": [*((name,) for name in recipes), ("fp8_mlp_only",), ("nvfp4", "--layers", "24"), ("TUNED.yaml",)],
-    "plan": [*(("--recipe", name) for name in recipes if not name.startswith("nemotron_3")), ("--config", "gpt_oss_120b", "--recipe", "nemotron_3_super_bf16_with_nvfp4_mixed"), (), ("--recipe", "fp8_cs", "ddp.grad_reduce_in_fp32=false"), ("--recipe", "fp32"), ("--recipe", "fp8_cs", "--emulate", "--world-size", "2"), ("mixed_precision=[{recipe: bf16_mixed, until: 2}, {recipe: fp16_mixed}]",)],
+    "plan": [*(("--recipe", name) for name in recipes if not name.startswith("nemotron_3")), ("--config", "gpt_oss_120b", "--recipe", "nemotron_3_super_bf16_with_nvfp4_mixed"), (), ("--recipe", "fp8_cs", "ddp.grad_reduce_in_fp32=false"), ("--recipe", "fp32"), ("--recipe", "fp8_cs", "--emulate", "--world-size", "2"), STAGES, (HALVES,)],
     "compare": [("bf16_mixed", "fp8_cs"), ("bf16_mixed", "bf16"), ("bf16_mixed", "ds.json"), ("fp16_mixed", "nvfp4"), ("fp32", "bf16_megatron_fsdp"), ("bf16_mixed", "auto.json")],
     "export": [*((name, "--to", stack) for name in ("fp8_cs", "bf16_mixed", "fp8_mlp_only") for stack in STACKS), ("--config", "llama3_8b", "--to", "fsdp2")],
     "import": [("ds.json",), ("--args", "--bf16 --fp8-format hybrid --nonsense"), ("--args", "--fp8-format hybrid --bf16 --fp8-recipe custom --optimizer muon"), ("auto.json",)],
@@ -76,7 +78,7 @@ MEANS = {
     "needs": "compute capability, or null for any", "resume-check.needs": "what the run's author has to say for it to resume", "status": "how far it was validated", "source": "where its meaning comes from", "hints": "remarks for its user", "config": "fields of the recipe",
     "policy": "what the fields mean, in full", "meaning": "fact -> what it means, as the text shows it", "card": "where it runs and what it costs", "disclose.card": "the model card's text", "fingerprint": "of the policy", "evidence": "of a tuned recipe",
     "brought": "settings that the recipe makes", "schema": "version of this part", "realization": "native, emulated or played", "writes": "fields that are written: target, field, before, after, why, set_by, keep", "kept": "fields left as their author set them",
-    "plan.stages": "recipe, until which step, fingerprint", "origin": "setting -> where it came from", "values": "setting -> its value", "a": "the first, as given", "b": "the second, as given", "differences": "fact -> both meanings", "contract.differences": "name, kind, what, error (relative)",
+    "plan.stages": "each stage of the recipes: recipe, until which step, and as above meaning, brought, fingerprint, writes, kept", "schedule": "each stage of the recipes, judged alone: recipe, until which step, share of the steps, errors, how it runs, needed (bytes), answer, seconds, how it goes on; empty: one recipe", "origin": "setting -> where it came from", "values": "setting -> its value", "a": "the first, as given", "b": "the second, as given", "differences": "fact -> both meanings", "contract.differences": "name, kind, what, error (relative)",
     "costs": "fact -> what the second costs", "same": "fact -> the meaning of both", "fields": "field -> both values, of two recipes", "compare.notes": "a, b -> kind -> remarks on its file", "compare.verdict": "whether one continues the other's checkpoint",
     "stack": "the stack", "version": "its version that is read or written", "fidelity": "exact, layout, different or impossible", "pieces": "name and text, to paste", "lines": "fidelity, fact and text of what is not preserved", "tune.lines": "the sentences below the tables",
     "export.assumed": "what was assumed", "import.assumed": "what was assumed", "answer": "the recipe and its differences in a sentence", "overrides": "field -> value on top of the recipe", "optimizer": "what updates", "differs_here": "fact -> meaning there and here",
@@ -104,8 +106,10 @@ def shape(values: list[Any], name: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {"type": [kind for kind, held in kinds.items() if held]}
     if kinds["array"] and (items := [item for held in kinds["array"] for item in held]):
         found["items"] = shape(items)
-    # a string only where Transformer Engine's package is installed; null for adapters that add nothing
-    found["type"] = {"played_on": ["null", "string"], "of_change": ["null", "number"]}.get(name, found["type"])
+    # a string only where Transformer Engine's package is installed; null for adapters that add nothing, and for stages of a run whose length is not set
+    found["type"] = {"played_on": ["null", "string"], "of_change": ["null", "number"], "share": ["null", "number"]}.get(
+        name, found["type"]
+    )
     if name in OPEN:
         return {"type": found["type"]}
     if name in MAPS and kinds["object"]:

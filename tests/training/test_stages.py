@@ -177,7 +177,7 @@ def test_a_later_stage_says_its_warnings_at_start():
     _, second, warning, _ = lines = checkpointer.check_stages(made)
     assert second.startswith("stage 2: full_bf16")
     assert warning.startswith("  warning moments-follow-16-bit-parameters: ")
-    later = checkpointer.stage_run(made, 1)
+    later = made.at(1)
     _, shown = require_here(later.policy, later.facts)
     assert checkpointer.check_stages(made, said=shown) == [line for line in lines if line != warning]
 

@@ -186,6 +186,20 @@ def placement(layers: int, ahead: int, chunks: int) -> Mapping[str, Any] | None:
     return {"pipeline_model_parallel_layout": f"E{'t' * first}|{middle}{'t' * last}{'m' * ahead}L"}
 
 
+def moved(run: RunFacts, here: RunFacts, there: RunFacts) -> RunFacts:
+    """`run` in the layout of `there`: with all that distinguishes it from `here`, which is in `run`'s layout but in another recipe."""
+    gone = here.model.keys() - there.model.keys()
+    changed = {
+        name: value for name, value in there.model.items() if name not in here.model or here.model[name] != value
+    }
+    model = {name: value for name, value in run.model.items() if name not in gone} | changed
+    distributed = there.optimizer.distributed
+    return dataclasses.replace(
+        run, parallel=there.parallel, model=model, micro_batch_size=there.micro_batch_size, global_batch_size=there.global_batch_size,
+        optimizer=run.optimizer if distributed == here.optimizer.distributed else dataclasses.replace(run.optimizer, distributed=distributed),
+    )  # fmt: skip
+
+
 PLACES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,27 @@ def estimate(
         peak=where.flops(policy.narrowest) or where.flops("bf16") or 0.0,
         world=run.parallel.world_size,
         left_out=left_out_of_time(run),
+    )
+
+
+def mean(stages: Sequence[tuple[float, Estimate]]) -> Estimate:
+    """The mean step of a run in stages: (share of its steps, that stage's step) of each. Machine, layout and model are the same in all, so the band is too."""
+    total, parts = math.fsum(share * one.seconds for share, one in stages), defaultdict[str, float](float)
+    for share, one in stages:
+        for name, value in one.parts.items():
+            parts[name] += share * value
+
+    def over_time(of: Callable[[Estimate], float]) -> float:
+        return math.fsum(share * one.seconds * of(one) for share, one in stages) / total
+
+    return replace(
+        stages[0][1],
+        seconds=total,
+        parts=dict(sorted(parts.items(), key=lambda item: -item[1])),
+        tokens_per_second=over_time(lambda one: one.tokens_per_second),
+        flops_per_second=over_time(lambda one: one.flops_per_second),
+        peak=over_time(lambda one: one.peak),
+        left_out=tuple(dict.fromkeys(words for _, one in stages for words in one.left_out)),
     )
 
 

@@ -3,8 +3,10 @@ checkpoint that holds nothing else or that another program wrote. Loads no frame
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from mpbridge.settings.container import Run
 from mpbridge.settings.training import scheduler_arguments
 from mpbridge.training.checkpoint.format import STATE, Index, decoded, read_file
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, fingerprint, learned, read_fingerprint
+from mpbridge.training.checkpoint.verdict import verdict as verdict_of
 
 SOURCE = "source.json"
 """File in a checkpoint of converted weights that describes the folder they came from."""
@@ -49,6 +52,39 @@ def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
     """The fingerprint of a resolved run."""
     section = {**run.inputs["optimizer"], "global_batch_size": run.train["global_batch_size"]}
     return fingerprint(run.recipe, run.policy, run.facts, section, stored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """The switch from one stage of a schedule to the next, as a resume would be judged."""
+
+    stage: int
+    """The number of the one that ends, from 1."""
+    before: str
+    after: str
+    """Their recipes."""
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"{self.before} -> {self.after}: {self.verdict.short}"
+
+    @property
+    def fault(self) -> str:
+        """Why the run cannot go on there; '' if it does."""
+        if self.verdict.goes_on:
+            return ""
+        why = "; ".join(self.verdict.why)
+        return f"from stage {self.stage} to {self.stage + 1} ({self.before} -> {self.after}): {why}"
+
+
+def changes_of(runs: Sequence[Run]) -> list[Change]:
+    """The switches between the stages of a run (`Run.by_stage`)."""
+    return [
+        Change(
+            stage=number, before=before.recipe, after=after.recipe, verdict=verdict_of(of_run(before), of_run(after))
+        )
+        for number, (before, after) in enumerate(itertools.pairwise(runs), start=1)
+    ]
 
 
 def faults(run: Run, place: Path) -> list[str]:

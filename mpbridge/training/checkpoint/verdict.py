@@ -144,6 +144,16 @@ class Verdict:
         """Whether optimizer states are restored."""
         return self.kind in ("same", "safe", "lossy")
 
+    @property
+    def short(self) -> str:
+        """The kind and what is lost, in a line."""
+        return f"{self.kind}{self.loss}"
+
+    @property
+    def loss(self) -> str:
+        """' (lost: ...)'; '' if nothing is."""
+        return f" (lost: {'; '.join(self.lost)})" if self.lost else ""
+
     def without_states(self, why: str) -> Verdict:
         """The same verdict with only the weights, for the reason `why`."""
         return dataclasses.replace(self, kind="weights only", lost=_STATES, why=(why,))
