@@ -12,7 +12,7 @@ from mpbridge.common.errors import MOST_NAMED, BadValue, UnknownName, cut
 from mpbridge.common.shipped import configuration, label
 from mpbridge.precision.config import TWINS
 from mpbridge.precision.registry import key
-from mpbridge.precision.yaml_loader import load_yaml, read_yaml, said
+from mpbridge.precision.yaml_loader import load_yaml, read_yaml, said, with_exponents
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
 from mpbridge.settings.schema import SECTIONS
@@ -172,6 +172,7 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
             plain = all(not isinstance(item, Mapping) for item in sequence)
             return super().represent_sequence(tag, sequence, flow_style=plain)
 
+    with_exponents(Dumper)
     return str(yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=140))
 
 

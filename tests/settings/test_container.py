@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpbridge.common.errors import Contradiction
@@ -273,6 +273,7 @@ SECTION_VALUES = some(
 
 @settings(max_examples=60, deadline=None)
 @given(SECTION_VALUES)
+@example({"data": {"corpus": "0E0"}})
 def test_every_dump_loads_back(values):
     c = ConfigContainer(**values)
     assert roundtrip(c) == c
