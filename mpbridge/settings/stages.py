@@ -123,7 +123,7 @@ def read_stages(
 def as_plain(value: Any) -> Any:
     """A mixed_precision setting in plain YAML types, in the shortest spelling."""
     if isinstance(value, MixedPrecisionConfig):
-        return value.as_data()
+        return value.as_data() or {"bf16": False}  # without a field it would read as no recipe at all
     if isinstance(value, Mapping):
         out = {str(name): plain(item) for name, item in value.items()}
         return out["recipe"] if set(out) == {"recipe"} else out

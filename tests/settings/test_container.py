@@ -252,6 +252,9 @@ def test_a_config_object_dumps_as_its_fields():
     c = container(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16, fp8="hybrid"))
     assert roundtrip(c) == c
     assert roundtrip(c).resolved().policy == c.resolved().policy
+    plain = container(MixedPrecisionConfig())
+    assert roundtrip(plain) == plain
+    assert roundtrip(plain).resolved().policy == plain.resolved().policy
 
 
 def test_what_no_file_can_hold_is_named_by_the_dump():
