@@ -258,7 +258,7 @@ def describe(name: str) -> Recipe:
     file = _file(name)
     if file is None and not _is_place(name):
         return recipe(name)
-    chain = [] if file is None else list(_chain(file))
+    chain = _contents(name)
     last = str(chain[-1].get("extends") or "") if chain else ""  # a named recipe, or a file that cannot be read
     base = recipes[last] if last and not _is_place(last) and last in recipes else None
     stated = next((data[ENGINE] for data in chain if data.get(ENGINE) is not None), None)
@@ -292,11 +292,15 @@ _DEEPEST = 20
 """Files that extend each other in a chain; a circle ends there, and using one names it."""
 
 
+def _contents(name: str) -> list[dict[str, Any]]:
+    """What `_chain` reads of the recipe file that `name` means; empty for any other recipe."""
+    file = _file(name)
+    return [] if file is None else list(_chain(file))
+
+
 def evidence_of(name: str) -> Mapping[str, Any]:
-    """A recipe file's evidence; empty for any other recipe. The file was read before, so it is readable."""
-    if not name.endswith((".yaml", ".yml")):
-        return {}
-    found = (read_yaml(Path(name)) or {}).get(EVIDENCE)
+    """A recipe file's evidence; empty for any other recipe."""
+    found = next(iter(_contents(name)), {}).get(EVIDENCE)
     return found if isinstance(found, Mapping) else {}
 
 
@@ -304,7 +308,7 @@ def model_of(name: str) -> str | None:
     """The model whose linears a recipe file's rules under `modules:` name, where it is none of megatron-core's: by the evidence of the file that wrote them.
 
     A file that extends another has that one's rules unless it states its own."""
-    for data in _chain(Path(name)) if name.endswith((".yaml", ".yml")) else ():
+    for data in _contents(name):
         evidence = data.get(EVIDENCE)
         if isinstance(evidence, Mapping) and evidence.get(FOREIGN):
             return str(evidence[FOREIGN])
