@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     lost = sentence(made.policy, training_of(made))
     notes = [
         *(f"overridden: {write}" for write in made.plan.conflicts),
+        *made.replaced,
         *admission.notes,
         *admission.trackers,
         *([f"{lost} (mpbridge certify)"] if lost else []),

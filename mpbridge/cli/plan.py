@@ -41,7 +41,7 @@ def as_data(made: Run) -> dict[str, object]:
     """The plan and its context as JSON types."""
     depth = made.facts.shape.num_layers
     return {
-        **record(made, "recipe", "engine", "world_size", "brought"),
+        **record(made, "recipe", "engine", "world_size", "brought", "replaced"),
         "meaning": dict(meaning(made)),
         **made.plan.as_data(),
         "bf16_layers": list(made.policy.bf16_layers(depth)) if made.policy.quantized else None,
@@ -101,6 +101,8 @@ def _print(made: Run, *, explain: bool) -> None:
         print_line("the recipe changes nothing")
     for setting in made.brought:
         print_line(f"the recipe also sets {setting}")
+    for note in made.replaced:
+        print_line(note)
     print_line()
     print_table(("fact", "value"), meaning(made), title="what it means")
     if len(made.stages) > 1:

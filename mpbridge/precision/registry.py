@@ -317,6 +317,25 @@ def model_of(name: str) -> str | None:
     return None
 
 
+def replaced_rules(name: str) -> tuple[str, ...]:
+    """The globs of the rules under `modules:` that a recipe file extends and, with a `modules:` of its own, does not have; empty for any other recipe."""
+    chain = _contents(name)
+    base = str(chain[-1].get("extends") or "") if chain else ""
+    rules = (get_mixed_precision_config(base).modules or {}) if base and not _is_place(base) else {}
+    gone: dict[str, None] = {}
+    for data in reversed(chain):
+        if "modules" in data:
+            own = data["modules"] or {}
+            gone |= dict.fromkeys(other_rules(rules, own))
+            rules = own
+    return tuple(glob for glob in gone if glob not in rules)
+
+
+def other_rules(rules: Mapping[str, Any] | None, instead: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The globs of `rules` that mean something else, or nothing, in the mapping that replaces them."""
+    return tuple(glob for glob, rule in (rules or {}).items() if (instead or {}).get(glob) != rule)
+
+
 def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
     import yaml
 

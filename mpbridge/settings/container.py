@@ -278,6 +278,13 @@ class Run:
         return tuple(f"{section}.{key}={say(self.inputs[section][key])}" for section, _, key in names)
 
     @property
+    def replaced(self) -> tuple[str, ...]:
+        """Sentences on what was written for another recipe, or by this one's author, and does not hold for this run."""
+        rules = dict.fromkeys((stage.recipe, stage.replaced) for stage in self.stages if stage.replaced)
+        how = "are replaced by `modules`, which is one setting: repeat those that should stay"
+        return tuple(f"{name}'s rules for {', '.join(globs)} {how}" for name, globs in rules)
+
+    @property
     def engine(self) -> str:
         """One of `traits.engine_names`."""
         return self.facts.engine

@@ -257,6 +257,22 @@ def test_a_config_object_dumps_as_its_fields():
     assert roundtrip(plain).resolved().policy == plain.resolved().policy
 
 
+RULES = ("*.linear_qkv", "*.linear_proj", "*mlp.fc[12]_latent_proj", "mtp.*", "*mixer.out_proj")
+"""nemotron_3_super's, by te_quant.cfg of Megatron Bridge."""
+
+
+def test_rules_of_a_recipe_that_modules_replaces_are_named(tmp_path):
+    name = "nemotron_3_super_bf16_with_nvfp4_mixed"
+    file = tmp_path / "mine.yaml"
+    file.write_text(f'extends: {name}\nmodules: {{"*.linear_fc1": bf16, "*.linear_proj": bf16}}\n')
+    gone = [glob for glob in RULES if glob != "*.linear_proj"]
+    given = {"*.linear_fc1": "bf16", "*.linear_proj": "bf16"}
+    for precision in (str(file), {"recipe": name, "modules": given}):
+        (said,) = container(precision, model={"num_layers": 32}).resolved(training=False).replaced
+        assert f"'s rules for {', '.join(gone)} are replaced" in said
+    assert container(name, model={"num_layers": 32}).resolved(training=False).replaced == ()
+
+
 def test_what_no_file_can_hold_is_named_by_the_dump():
     with pytest.raises(Contradiction, match=r"model\.activation_func=.*Python object"):
         container(model={"activation_func": lambda x: x}).to_yaml()
