@@ -110,7 +110,7 @@ def _recipes(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
         if name == made.recipe or (entry.engine or DEFAULT) != made.engine:
             continue
         try:
-            other = on_target(made.container, made.world_size, where, mixed_precision=name, engine=made.engine)
+            other = on_target(made.container, made.world_size, where, recipe=name, engine=made.engine)
         except MpbridgeError:
             continue
         if other.policy.compute is not mine.policy.compute or (peak(other.policy, mine.facts) or 0.0) <= held:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from mpbridge.cli.options import JSON, RUN, arg, resolved
 from mpbridge.cli.show import facts
@@ -122,10 +124,18 @@ def _explained(made: Run) -> list[tuple[str, str, str]]:
         section, _, key = name.partition(".")
         value = homes.get(section, {}).get(key)
         if section == "mixed_precision":
-            value = made.recipe if key == "recipe" else made.stages[0].config.stored().get(key)
+            value = made.recipe if key == "recipe" else _at(made.stages[0].config.stored(), key)
         elif section == "parallel":
             value = made.inputs["model"].get(key)
         elif not key:
             value = getattr(made.container, section, None)
         rows.append((name, str(plain(value)), source))
     return rows
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, whose keys, as a module's glob, may contain dots themselves; None: there is none."""
+    if path in values:
+        return values[path]
+    below = (_at(item, path[len(name) + 1 :]) for name, item in values.items() if isinstance(item, Mapping) and path.startswith(f"{name}."))  # fmt: skip
+    return next((value for value in below if value is not None), None)

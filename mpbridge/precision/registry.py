@@ -253,6 +253,22 @@ def _is_place(name: str) -> bool:
     return ":" in name or name.endswith((".yaml", ".yml", ".py"))
 
 
+def same_recipe(one: str, other: str) -> bool:
+    """Whether two names mean one recipe: in another spelling, by an alias, or as another path to one file."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(name: str) -> str:
+    path, dot_py, function = name.partition(".py:")
+    file = Path(path + ".py") if dot_py else _file(name)
+    if file is None:
+        return name if _is_place(name) else _alias_of.get(key(name), key(name))
+    try:
+        return f"{file.resolve()}:{function}"
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have; its use says so
+        return name
+
+
 def describe(name: str) -> Recipe:
     """The entry behind any accepted spelling. A file's engine and advice are those of the recipe that it extends, where its own fields ask for none."""
     file = _file(name)

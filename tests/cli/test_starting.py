@@ -64,6 +64,14 @@ def test_a_starter_folder_is_legal_as_it_stands_and_written_once(tmp_path: Path,
     assert not (tmp_path / "other").exists()
 
 
+def test_a_starter_folder_freezes_what_its_configuration_freezes(tmp_path: Path, cli) -> None:
+    place = tmp_path / "first"
+    cli("init", place, "--recipe", "fp8_cs", "--config", "lora_tiny")
+    for recipe in ([], ["mixed_precision=bf16_mixed"]):
+        policy = ConfigContainer.load(place / "config.yaml", recipe).resolved().policy
+        assert (policy.frozen, policy.quantized) == (("*",), not recipe)
+
+
 def test_the_next_command_names_what_is_to_be_filled_in(tmp_path: Path, cli) -> None:
     assert "train --config config.yaml data.corpus=YOUR_TEXT\n" in cli("init", tmp_path / "a", "--config", "llama3_8b")
     assert cli("init", tmp_path / "b").endswith("train --config config.yaml\n")
