@@ -23,6 +23,7 @@ from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.planning.memory.overheads import left_out_of_memory, left_out_of_time
 from mpbridge.planning.outlook import Outlook, Schedule
 from mpbridge.settings.container import ConfigContainer, Run
+from mpbridge.settings.other_recipe import is_list, with_recipe
 from mpbridge.settings.stages import emulation_faults, is_played, played
 
 OPTIONS = {
@@ -87,8 +88,12 @@ def asked(args: argparse.Namespace, **more: Any) -> tuple[TargetMachine, Run]:
     return where, resolved(args, machine=where.machine, versions=where.versions, **more)
 
 
-def on_target(box: ConfigContainer, world: int, where: TargetMachine, **changes: Any) -> Run:
-    """The run of a configuration, with other values of its fields, on the target; what only training needs is not required."""
+def on_target(
+    box: ConfigContainer, world: int, where: TargetMachine, *, recipe: str | None = None, **changes: Any
+) -> Run:
+    """The run of a configuration, with another recipe or other values of its fields, on the target; what only training needs is not required."""
+    if recipe is not None:
+        changes["mixed_precision"] = with_recipe(box.mixed_precision, recipe)
     other = dataclasses.replace(box, **changes)
     return other.resolved(world, machine=where.machine, versions=where.versions, training=False)
 
@@ -101,9 +106,11 @@ def left_batches(made: Run) -> list[str]:
 
 
 def reference(made: Run, where: TargetMachine) -> Run:
-    """bf16_mixed in the same layout on the target. Raises MpbridgeError if it is not valid there."""
-    alone = {"emulate": False, "target": None, "te": None}
-    return on_target(made.container, made.world_size, where, mixed_precision=REFERENCE, engine=made.engine, **alone)
+    """bf16_mixed in the same layout on the target, training what the first stage trains. Raises MpbridgeError if it is not valid there."""
+    given: Any = made.container.mixed_precision
+    first = given[0] if is_list(given) else given
+    changes = {"mixed_precision": with_recipe(first, REFERENCE), "engine": made.engine}
+    return on_target(made.container, made.world_size, where, **changes, emulate=False, target=None, te=None)
 
 
 def sizes_of(sizes: Parallel) -> str:

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     lost = (sentence(one.policy, training_of(one)) for one in runs)
     notes = [
         *_of_stages(made, [[f"overridden: {write}" for write in one.plan.conflicts] for one in runs]),
+        *made.replaced,
         *admission.notes,
         *admission.trackers,
         *_of_stages(made, [[f"{words} (mpbridge certify)"] if words else [] for words in lost]),
@@ -122,7 +123,7 @@ def _recipes(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
         if name == made.recipe or (entry.engine or DEFAULT) != made.engine:
             continue
         try:
-            other = on_target(made.container, made.world_size, where, mixed_precision=name, engine=made.engine)
+            other = on_target(made.container, made.world_size, where, recipe=name, engine=made.engine)
         except MpbridgeError:
             continue
         if other.policy.compute is not mine.policy.compute or (peak(other.policy, mine.facts) or 0.0) <= held:

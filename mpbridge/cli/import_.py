@@ -24,6 +24,7 @@ from mpbridge.interop.stacks.reading import PRECISION
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import key, recipes
 from mpbridge.settings.container import ConfigContainer
+from mpbridge.settings.other_recipe import KEPT
 
 SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})
@@ -210,7 +211,7 @@ def _stated(given: Any) -> str:
     """The fields of a precision that a run states without the name of a recipe."""
     said = given.given() if isinstance(given, MixedPrecisionConfig) else given
     fields = said if isinstance(said, Mapping) and "recipe" not in said else {}
-    return ", ".join(f"{name}={cut(value)}" for name, value in fields.items())
+    return ", ".join(f"{name}={cut(value)}" for name, value in fields.items() if name not in KEPT)
 
 
 class ExportVerb:

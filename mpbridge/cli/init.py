@@ -24,6 +24,7 @@ from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
 from mpbridge.settings.load import EXTENDS, dump_yaml
+from mpbridge.settings.other_recipe import with_recipe
 from mpbridge.settings.training import entries_of
 from mpbridge.training.admission import place_fault
 from mpbridge.training.data.sources import located
@@ -150,7 +151,7 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
     """README.md: the commands of this configuration with this recipe. settings: what config.yaml leaves to the user, each preceded by a blank."""
     policy, target = resolve(get_mixed_precision_config(args.recipe)), _target(args)
     base = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
-    base.mixed_precision = args.recipe
+    base.mixed_precision = with_recipe(base.mixed_precision, args.recipe)
     processes = args.world_size or _processes(base, target)
     log_dir = (config.get("logger") or {}).get("log_dir") or "run"
     run = f"train --config config.yaml{settings}"
@@ -230,10 +231,11 @@ def starting_text(place: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def starter(config: str, recipe: str) -> dict[str, str]:
-    """File name -> text. config: a configuration's text, whose recipe becomes the folder's own."""
-    wanted = (load_yaml(config) or {}) | {"mixed_precision": "recipe.yaml"}
-    line = "mixed_precision: recipe.yaml"
-    config, found = re.subn(r"^mixed_precision:.*$", line, config, count=1, flags=re.MULTILINE)
+    """File name -> text. config: a configuration's text, whose recipe becomes the folder's own; what it freezes stays in it, for whatever recipe follows. Raises Contradiction."""
+    given = load_yaml(config) or {}
+    wanted = given | {"mixed_precision": with_recipe(given.get("mixed_precision"), "recipe.yaml")}
+    line = dump_yaml({"mixed_precision": wanted["mixed_precision"]}).rstrip()
+    config, found = re.subn(r"^mixed_precision:.*$", lambda _: line, config, count=1, flags=re.MULTILINE)
     config = config if found else f"{line}\n{config}"
     if _loaded(config) != wanted:  # its recipe takes several lines
         config = dump_yaml(wanted)

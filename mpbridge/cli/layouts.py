@@ -26,6 +26,7 @@ from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.planning.outlook import Outlook
 from mpbridge.precision.registry import describe, recipe, recipes
 from mpbridge.settings.container import ConfigContainer, Run
+from mpbridge.settings.other_recipe import with_recipe
 
 _COLUMNS = ("", "recipe", "TP", "PP", "CP", "EP", "micro-batch", "recompute", "optimizer", "step", "tokens/s/GPU", "memory")  # fmt: skip
 SUMMARY = "list parallel layouts that are valid and fit, fastest first (predicted), as lines to paste"
@@ -66,7 +67,11 @@ def _search(
     names = _names(args)
     for name in names:
         try:
-            box = base if name is None else dataclasses.replace(base, mixed_precision=name)
+            box = (
+                base
+                if name is None
+                else dataclasses.replace(base, mixed_precision=with_recipe(base.mixed_precision, name))
+            )
             made, valid = _resolved(box, world, where)
             outlook, stated = _alone(where.outlook(made), world), says_optimizer(box)
             policy, facts = outlook.fullest.policy, outlook.fullest.facts
@@ -102,7 +107,7 @@ def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> tuple[R
             break
     else:
         given, valid = box.as_data(), False
-        alike = {
+        alike: dict[str, Any] = {
             "parallel": {},
             "train": {**(given.get("train") or {}), "micro_batch_size": 1},
             "model": {name: value for name, value in (given.get("model") or {}).items() if name not in PLACES},
@@ -192,7 +197,7 @@ def _advice(
         entry = recipes[name]
         try:
             # the file is read once; each recipe in turn replaces its precision section
-            run = on_target(base, world, where, mixed_precision=name, engine=args.engine or entry.engine)
+            run = on_target(base, world, where, recipe=name, engine=args.engine or entry.engine)
             one = where.outlook(run)
             reference = one.memory.needed if name == REFERENCE else reference
             omitted |= left_out(one.facts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpbridge.cli._schedule import title
 from mpbridge.cli.options import JSON, RUN, arg, resolved
@@ -44,7 +45,7 @@ def as_data(runs: Sequence[Run]) -> dict[str, object]:
     made = runs[0]
     depth = made.facts.shape.num_layers
     return {
-        **record(made, "recipe", "engine", "world_size", "brought"),
+        **record(made, "recipe", "engine", "world_size", "brought", "replaced"),
         "meaning": dict(meaning(made)),
         **made.plan.as_data(),
         "bf16_layers": list(made.policy.bf16_layers(depth)) if made.policy.quantized else None,
@@ -108,6 +109,8 @@ def _print(runs: Sequence[Run], *, explain: bool) -> None:
         if len(runs) > 1:
             print_line(*[""] * (one is not made), f"stage {number}: {one.recipe}, until {stage.until or 'the end'}")
         _print_plan(one)
+    for note in made.replaced:
+        print_line(note)
     if explain:
         print_line()
         print_table(("setting", "value", "from"), _explained(made), title="where the configuration's values came from")
@@ -132,10 +135,18 @@ def _explained(made: Run) -> list[tuple[str, str, str]]:
         section, _, key = name.partition(".")
         value = homes.get(section, {}).get(key)
         if section == "mixed_precision":
-            value = made.recipe if key == "recipe" else made.stages[0].config.stored().get(key)
+            value = made.recipe if key == "recipe" else _at(made.stages[0].config.stored(), key)
         elif section == "parallel":
             value = made.inputs["model"].get(key)
         elif not key:
             value = getattr(made.container, section, None)
         rows.append((name, str(plain(value)), source))
     return rows
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, whose keys, as a module's glob, may contain dots themselves; None: there is none."""
+    if path in values:
+        return values[path]
+    below = (_at(item, path[len(name) + 1 :]) for name, item in values.items() if isinstance(item, Mapping) and path.startswith(f"{name}."))  # fmt: skip
+    return next((value for value in below if value is not None), None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from mpbridge.cli.options import JSON, RUN_HERE, arg, container
 from mpbridge.cli.text import answer, print_line
 from mpbridge.common.traits import DEFAULT
+from mpbridge.precision.globs import ADAPTERS
 from mpbridge.precision.recipe import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -74,6 +75,9 @@ def wanted_fingerprint(saved: Fingerprint, recipe: str | None, engine: str | Non
     """The run that `saved` came from, with another recipe or engine. Raises UnknownName, RecipeError or Contradiction."""
     if recipe is None:
         return saved.with_policy(saved.policy, saved.recipe, engine)
-    policy = resolve(get_mixed_precision_config(recipe), layers=int(saved.shape["num_layers"]))
+    config, trained = get_mixed_precision_config(recipe), saved.policy  # as `with_recipe`: what trains stays
+    keeps = {"frozen": trained.frozen or None, "lora_dtype": "fp32" if {*ADAPTERS} <= {*trained.keep_fp32} else None}
+    config = config.derive(**{name: value for name, value in keeps.items() if value is not None})
+    policy = resolve(config, layers=int(saved.shape["num_layers"]))
     meant_for = describe(recipe).prefers or engine_for(policy)
     return saved.with_policy(policy, describe(recipe).name, engine or meant_for)

@@ -256,12 +256,28 @@ def _is_place(name: str) -> bool:
     return ":" in name or name.endswith((".yaml", ".yml", ".py"))
 
 
+def same_recipe(one: str, other: str) -> bool:
+    """Whether two names mean one recipe: in another spelling, by an alias, or as another path to one file."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(name: str) -> str:
+    path, dot_py, function = name.partition(".py:")
+    file = Path(path + ".py") if dot_py else _file(name)
+    if file is None:
+        return name if _is_place(name) else _alias_of.get(key(name), key(name))
+    try:
+        return f"{file.resolve()}:{function}"
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have; its use says so
+        return name
+
+
 def describe(name: str) -> Recipe:
     """The entry behind any accepted spelling. A file's engine and advice are those of the recipe that it extends, where its own fields ask for none."""
     file = _file(name)
     if file is None and not _is_place(name):
         return recipe(name)
-    chain = [] if file is None else list(_chain(file))
+    chain = _contents(name)
     last = str(chain[-1].get("extends") or "") if chain else ""  # a named recipe, or a file that cannot be read
     base = recipes[last] if last and not _is_place(last) and last in recipes else None
     stated = next((data[ENGINE] for data in chain if data.get(ENGINE) is not None), None)
@@ -295,11 +311,15 @@ _DEEPEST = 20
 """Files that extend each other in a chain; a circle ends there, and using one names it."""
 
 
+def _contents(name: str) -> list[dict[str, Any]]:
+    """What `_chain` reads of the recipe file that `name` means; empty for any other recipe."""
+    file = _file(name)
+    return [] if file is None else list(_chain(file))
+
+
 def evidence_of(name: str) -> Mapping[str, Any]:
-    """A recipe file's evidence; empty for any other recipe. The file was read before, so it is readable."""
-    if not name.endswith((".yaml", ".yml")):
-        return {}
-    found = (read_yaml(Path(name)) or {}).get(EVIDENCE)
+    """A recipe file's evidence; empty for any other recipe."""
+    found = next(iter(_contents(name)), {}).get(EVIDENCE)
     return found if isinstance(found, Mapping) else {}
 
 
@@ -307,13 +327,32 @@ def model_of(name: str) -> str | None:
     """The model whose linears a recipe file's rules under `modules:` name, where it is none of megatron-core's: by the evidence of the file that wrote them.
 
     A file that extends another has that one's rules unless it states its own."""
-    for data in _chain(Path(name)) if name.endswith((".yaml", ".yml")) else ():
+    for data in _contents(name):
         evidence = data.get(EVIDENCE)
         if isinstance(evidence, Mapping) and evidence.get(FOREIGN):
             return str(evidence[FOREIGN])
         if "modules" in data:
             return None
     return None
+
+
+def replaced_rules(name: str) -> tuple[str, ...]:
+    """The globs of the rules under `modules:` that a recipe file extends and, with a `modules:` of its own, does not have; empty for any other recipe."""
+    chain = _contents(name)
+    base = str(chain[-1].get("extends") or "") if chain else ""
+    rules = (get_mixed_precision_config(base).modules or {}) if base and not _is_place(base) else {}
+    gone: dict[str, None] = {}
+    for data in reversed(chain):
+        if "modules" in data:
+            own = data["modules"] or {}
+            gone |= dict.fromkeys(other_rules(rules, own))
+            rules = own
+    return tuple(glob for glob in gone if glob not in rules)
+
+
+def other_rules(rules: Mapping[str, Any] | None, instead: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The globs of `rules` that mean something else, or nothing, in the mapping that replaces them."""
+    return tuple(glob for glob, rule in (rules or {}).items() if (instead or {}).get(glob) != rule)
 
 
 def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:

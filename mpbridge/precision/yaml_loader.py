@@ -72,9 +72,14 @@ def _loader() -> Any:
             mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
             return mapping
 
-    pattern = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
+    with_exponents(Loader)
     return Loader
+
+
+def with_exponents(resolver: Any) -> None:
+    """Makes a loader of PyYAML read 1e-3 as a float, or a dumper quote a text that this one would read so."""
+    pattern = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    resolver.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
 
 
 def _of_bounded_size(node: Any) -> Any:

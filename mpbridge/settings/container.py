@@ -71,6 +71,8 @@ class ConfigContainer:
     """The Transformer Engine release of an emulated run, as '2.11'; None: the installed one."""
     origin: dict[str, str] = field(default_factory=dict, repr=False)
     """'optimizer.lr' -> the file or command line that set it; settings without an entry were set in Python."""
+    dropped: tuple[str, ...] = field(default=(), repr=False)
+    """Sentences on what an earlier layer had added to a recipe that a later one replaced."""
     trusted: bool = field(default=True, repr=False)
     """False: a recipe that is code (module:function) is refused."""
 
@@ -116,7 +118,7 @@ class ConfigContainer:
         if trusted is None:
             named = (text.partition("=")[0].strip() for text in overrides)
             trusted = not {"mixed_precision", "mixed_precision.recipe"}.isdisjoint(named)
-        made = cls(**layers.tree, origin=layers.origin, trusted=trusted)
+        made = cls(**layers.tree, origin=layers.origin, dropped=tuple(layers.notes), trusted=trusted)
         faults = [*layers.faults, *made.faults()] if check or layers.faults else []
         if faults:
             named_file = f" {label(Path(path))}" if path else ""
@@ -277,6 +279,13 @@ class Run:
         """Settings that the recipe also sets, as 'ddp.use_distributed_optimizer=true'."""
         names = [name.partition(".") for name, source in self.origin.items() if source == BROUGHT]
         return tuple(f"{section}.{key}={say(self.inputs[section][key])}" for section, _, key in names)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Sentences on what was written for another recipe, or by this one's author, and does not hold for this run."""
+        rules = dict.fromkeys((stage.recipe, stage.replaced) for stage in self.stages if stage.replaced)
+        how = "are replaced by `modules`, which is one setting: repeat those that should stay"
+        return (*self.container.dropped, *(f"{name}'s rules for {', '.join(globs)} {how}" for name, globs in rules))
 
     @property
     def engine(self) -> str:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpbridge.common.errors import MOST_NAMED, BadValue, UnknownName, cut
+from mpbridge.common.errors import MOST_NAMED, BadValue, Contradiction, UnknownName, cut
 from mpbridge.common.shipped import configuration, label
 from mpbridge.precision.config import TWINS
-from mpbridge.precision.registry import key
-from mpbridge.precision.yaml_loader import load_yaml, read_yaml, said
+from mpbridge.precision.yaml_loader import load_yaml, read_yaml, said, with_exponents
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
+from mpbridge.settings.other_recipe import KEPT, carried, dropped, is_list, kept, renames
 from mpbridge.settings.schema import SECTIONS
 
 Tree = dict[str, Any]
@@ -33,18 +33,19 @@ _ENDLESS = f"it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST}
 
 @dataclass(slots=True, kw_only=True)
 class ConfigLayers:
-    """The merged tree, with the source of every leaf ("optimizer.lr" -> "gpt_tiny.yaml") and the faults found while reading."""
+    """The merged tree, with the source of every leaf ("optimizer.lr" -> "gpt_tiny.yaml"), the faults found while reading, and notes on what a layer dropped."""
 
     tree: Tree = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def add(self, layer: Mapping[str, Any], source: str) -> None:
         """Merges `layer` over the tree: mappings are merged, everything else is replaced."""
         layer = self._known(layer, source)
         if layer.get("mixed_precision") is not None:
-            self._make_room(layer["mixed_precision"], source)
-        self._merge(self.tree, layer, source, "")
+            layer["mixed_precision"] = self._over(layer["mixed_precision"], source)
+        self._merge(self.tree, layer, source)
 
     def _known(self, layer: Mapping[str, Any], source: str) -> Tree:
         """`layer` with recipe names as {recipe: name}, without unknown sections."""
@@ -66,45 +67,68 @@ class ConfigLayers:
                 out[name] = {"recipe": str(value)} if named else value
         return out
 
-    def _make_room(self, precision: Any, source: str) -> None:
-        """Removes what an earlier layer set and this one overrides: additions to another recipe, the other one of a pair of equivalent fields."""
+    def _over(self, precision: Any, source: str) -> Any:
+        """`precision` as it is merged, after what an earlier layer set and this one overrides was removed: another recipe and its additions, the other one of a pair of equivalent fields."""
         below = self.tree.get("mixed_precision")
-        if isinstance(precision, Mapping) and isinstance(below, Mapping) and _renames(precision, below):
-            for name in [name for name in below if name not in _ROLES]:
-                self._forget(f"mixed_precision.{name}")
-        elif isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
-            self._forget("mixed_precision")
-        elif isinstance(below, (list, tuple)):
+        if is_list(precision) or renames(precision, below):
+            return self._replaced(precision, below, source)
+        if is_list(below):
             what = f"a list of stages, which single fields (from {source}) cannot change"
             self.faults.append(f"mixed_precision holds {what}: give mixed_precision=NAME")
-            self._forget("mixed_precision")
-        elif isinstance(precision, Mapping):
+            self._forget(self.tree, ("mixed_precision",))
+        elif isinstance(precision, Mapping) and isinstance(below, dict):
             for name in precision:
                 if name in _TWIN and _TWIN[name] not in precision:
-                    self._forget(f"mixed_precision.{_TWIN[name]}")
+                    self._forget(below, ("mixed_precision", _TWIN[name]))
+        return precision
 
-    def _forget(self, path: str) -> None:
-        *way, last = path.split(".")
-        node: Any = self.tree
-        for step in way:
-            node = node.get(step, {})
-        if not isinstance(node, dict) or last not in node:
-            return  # it has no recorded source either
-        del node[last]
-        for name in [name for name in self.origin if name == path or name.startswith(f"{path}.")]:
-            del self.origin[name]
+    def _replaced(self, precision: Any, below: Any, source: str) -> Any:
+        """`precision`, another recipe or a list of stages, with what it keeps of the setting `below`, which is removed."""
+        parts = precision if is_list(precision) else [precision]
+        stated = [name for name in KEPT if all(isinstance(part, Mapping) and name in part for part in parts)]
+        try:
+            keeps = kept(below, stated)
+        except Contradiction as error:
+            self.faults += [f"{fault} (from {source})" for fault in error.faults]
+            keeps = {}
+        origins = {name: self.origin.get(f"mixed_precision.{name}", self.origin.get("mixed_precision", source)) for name in keeps}  # fmt: skip
+        if gone := ", ".join(dropped(precision, below)):
+            old = f"recipe {below['recipe']}" if "recipe" in below else "the setting"
+            new = "a list of stages" if is_list(precision) else f"recipe {precision['recipe']}"
+            self.notes.append(f"mixed_precision: {gone} dropped together with {old}, which {new} (from {source}) replaces")  # fmt: skip
+        self._forget(self.tree, ("mixed_precision",))
+        if is_list(precision):
+            return carried(precision, keeps)
+        self.tree["mixed_precision"] = dict(keeps)
+        self.origin |= {f"mixed_precision.{name}": origin for name, origin in origins.items()}
+        return precision
 
-    def _merge(self, into: Tree, layer: Mapping[str, Any], source: str, path: str) -> None:
+    def _forget(self, node: Tree, path: tuple[str, ...]) -> None:
+        """Removes the last key of `path` from `node`, which the others lead to, and the sources of all values below it."""
+        if path[-1] in node:
+            for leaf in _leaves(node.pop(path[-1]), path):
+                self.origin.pop(".".join(leaf), None)
+
+    def _merge(self, into: Tree, layer: Mapping[str, Any], source: str, above: tuple[str, ...] = ()) -> None:
         for name, value in layer.items():
-            at = f"{path}{name}"
+            path = (*above, str(name))
             if not isinstance(value, Mapping):
-                self._forget(at)
-                into[name], self.origin[at] = value, source
+                self._forget(into, path)
+                into[name], self.origin[".".join(path)] = value, source
                 continue
             if not isinstance(into.get(name), dict):
-                self._forget(at)
+                self._forget(into, path)
                 into[name] = {}
-            self._merge(into[name], value, source, f"{at}.")
+            self._merge(into[name], value, source, path)
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The paths of the single values of a tree. They are tuples, since a module's glob contains dots of its own."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(item, (*path, str(name)))
+    else:
+        yield path
 
 
 def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> ConfigLayers:
@@ -172,6 +196,7 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
             plain = all(not isinstance(item, Mapping) for item in sequence)
             return super().represent_sequence(tag, sequence, flow_style=plain)
 
+    with_exponents(Dumper)
     return str(yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=140))
 
 
@@ -229,18 +254,6 @@ def _put(tree: Tree, name: str, value: Any) -> None:
     if isinstance(old, dict) and not isinstance(value, dict):
         raise BadValue(f"{way[-1]} already has settings below it")
     node[way[-1]] = old | value if isinstance(old, dict) else value
-
-
-_ROLES = ("frozen", "lora_dtype")
-"""What another recipe does not replace: which parameters train, which is the run's decision."""
-
-
-def _renames(precision: Mapping[str, Any], below: Any) -> bool:
-    """Whether `precision` names a different recipe from the earlier layers'."""
-    if precision.get("recipe") is None:
-        return False
-    old = below.get("recipe") if isinstance(below, Mapping) else None
-    return old is None or key(str(old)) != key(str(precision["recipe"]))
 
 
 def _beside(precision: Any, folder: Path) -> Any:

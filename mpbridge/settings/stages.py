@@ -20,7 +20,7 @@ from mpbridge.common.transformer_engine import Package, choose, played_versions,
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import engine_for
-from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.registry import describe, get_mixed_precision_config, other_rules, replaced_rules
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
 
@@ -86,6 +86,8 @@ class Stage:
     """Where it ends, as its author wrote it (`precision.schedule.Mark`); None: at the end of the run."""
     engine: str | None = None
     """The engine that the recipe is meant for."""
+    replaced: tuple[str, ...] = ()
+    """Globs of the recipe's own rules that its author's `modules` took the place of."""
 
 
 def read_stages(
@@ -109,13 +111,13 @@ def read_stages(
         part, until = _split_until(whole, place, needed=i < len(parts), allowed=len(parts) > 1, faults=faults)
         before = len(faults)
         try:
-            name, preferred, config = _authored(part, place, faults, trusted)
+            name, preferred, config, replaced = _authored(part, place, faults, trusted)
             # what an author adds may call for another engine
             preferred = preferred or engine_for(resolve(config))
             config = with_storage(config, engine=engine or preferred, optimizer=str(optimizer.get("optimizer", "adam")))
             policy = resolve(config, optimizer=optimizer, layers=layers)
             if len(faults) == before:
-                found.append(Stage(recipe=name, config=config, policy=policy, until=until, engine=preferred))
+                found.append(Stage(recipe=name, config=config, policy=policy, until=until, engine=preferred, replaced=replaced))  # fmt: skip
         except MpbridgeError as error:
             faults += [f"{place}: {fault}" for fault in (error.faults if isinstance(error, Contradiction) else [error])]
     return tuple(found)
@@ -124,7 +126,7 @@ def read_stages(
 def as_plain(value: Any) -> Any:
     """A mixed_precision setting in plain YAML types, in the shortest spelling."""
     if isinstance(value, MixedPrecisionConfig):
-        return value.as_data()
+        return value.as_data() or {"bf16": False}  # without a field it would read as no recipe at all
     if isinstance(value, Mapping):
         out = {str(name): str(item) if isinstance(item, Path) else plain(item) for name, item in value.items()}
         return out["recipe"] if set(out) == {"recipe"} else out
@@ -151,10 +153,12 @@ def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: 
     return rest, until
 
 
-def _authored(part: Any, place: str, faults: list[str], trusted: bool) -> tuple[str, str | None, MixedPrecisionConfig]:
-    """(recipe name, the engine that it prefers, config) of what an author wrote for one stage. Raises MpbridgeError."""
+def _authored(
+    part: Any, place: str, faults: list[str], trusted: bool
+) -> tuple[str, str | None, MixedPrecisionConfig, tuple[str, ...]]:
+    """(recipe name, the engine that it prefers, config, the recipe's rules that were replaced) of what an author wrote for one stage. Raises MpbridgeError."""
     if isinstance(part, MixedPrecisionConfig):
-        return UNNAMED, None, part.derive()
+        return UNNAMED, None, part.derive(), ()
     if not isinstance(part, (str, Path, Mapping)):
         raise BadValue(f"found {part!r}, expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
     additions = dict(part) if isinstance(part, Mapping) else {}
@@ -162,9 +166,11 @@ def _authored(part: Any, place: str, faults: list[str], trusted: bool) -> tuple[
     if not isinstance(given, (str, Path, int, type(None))) or isinstance(given, bool):
         raise Contradiction([f"recipe={given!r}: expected a recipe's name"])
     if given is None:
-        return UNNAMED, None, _added(MixedPrecisionConfig(), additions, place, faults)
+        return UNNAMED, None, _added(MixedPrecisionConfig(), additions, place, faults), ()
     config, entry = get_mixed_precision_config(str(given), code=trusted), describe(str(given))
-    return entry.name, entry.prefers, _added(config, additions, place, faults)
+    made, gone = _added(config, additions, place, faults), replaced_rules(str(given))
+    own = other_rules(config.modules, made.modules) if "modules" in additions else ()
+    return entry.name, entry.prefers, made, tuple(dict.fromkeys((*gone, *own)))
 
 
 def _added(

@@ -213,6 +213,8 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     out.print(run.plan.table())
     for setting in run.brought:
         tell(out, f"the recipe also sets {setting}")
+    for note in run.replaced:
+        tell(out, note)
     if warmup := scale_warmup(run.policy.loss_scale, run.train["train_iters"]):
         tell(out, warmup)
     for warning in warnings:

@@ -56,6 +56,56 @@ def test_no_part_contradicts_another(ask, case):
         assert (row["fit"], row["bytes"]) == (answer["fit"]["answer"], answer["fit"]["needed"])
 
 
+LORA = """extends: llama3_8b
+mixed_precision: {recipe: fp8_blockwise, frozen: ["*"], lora_dtype: fp32}
+model: {lora_rank: 16}
+parallel: {tensor_model_parallel_size: 1, sequence_parallel: false}
+"""
+
+
+def test_every_verb_compares_with_the_same_frozen_base(ask, tmp_path):
+    path = tmp_path / "lora.yaml"
+    path.write_text(LORA)
+    words = ["--config", str(path), "--target", "h100"]
+    _, ranked = ask("recommend", *words)
+    held = {}
+    for one in ranked["recipes"]:
+        if one["recipe"] in (
+            "bf16_mixed",
+            "bf16_with_fp8_subchannel_scaling_mixed",
+            "bf16_with_fp8_current_scaling_mixed",
+        ):
+            held[one["recipe"]] = ask("memory", *words, "--recipe", one["recipe"])[1]
+            assert one["bytes"] == held[one["recipe"]]["needed"]
+    _, mine = ask("memory", *words)
+    assert mine["reference"]["roles"] == held["bf16_mixed"]["roles"]
+    assert mine["roles"]["grads"] == mine["reference"]["roles"]["grads"], "no recipe gives a frozen base gradients"
+    assert held["bf16_mixed"]["needed"] < 80 * 2**30, "a full fine-tuning needs 177 GiB"
+    _, plain = ask("estimate", *words, "--recipe", "bf16_mixed")
+    assert ask("estimate", *words)[1]["reference"]["seconds"] == plain["seconds"]
+    _, found = ask("layouts", *words, "--recipes", "bf16_mixed,fp8_blockwise")
+    needed = {
+        one["recipe"]: one["needed"] for one in reversed(found["layouts"]) if "micro_batch_size=" not in one["changes"]
+    }
+    assert needed == {name: held[name]["needed"] for name in ("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed")}
+    # so long that BF16 is tight, and another recipe is offered
+    words += ["model.max_sequence_length=12288", "data.seq_length=12288"]
+    _, answer = ask("check", *words, "--recipe", "bf16_mixed")
+    (other,) = [one for one in answer["others"] if "--recipe" in one["settings"]]
+    _, then = ask("check", *words, *shlex.split(other["settings"]))
+    assert then["fit"]["needed"] == other["fit"]["needed"]
+
+
+def test_stages_that_freeze_differently_are_compared_with_the_first_ones_frozen_base(ask, tmp_path):
+    path = tmp_path / "stages.yaml"
+    stages = "[{recipe: fp8_blockwise, frozen: ['*'], until: 50%}, {recipe: bf16_mixed}]"
+    path.write_text(
+        LORA.replace('{recipe: fp8_blockwise, frozen: ["*"], lora_dtype: fp32}', stages) + "train: {train_iters: 8}\n"
+    )
+    _, mine = ask("memory", "--config", str(path), "--target", "h100")
+    assert mine["reference"]["roles"]["grads"] == mine["roles"]["grads"]
+
+
 VIRTUAL = "parallel.virtual_pipeline_model_parallel_size=3"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_configuration_and_a_recipe_are_found_by_name_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("gpt_tiny", "configs/gpt_tiny.yaml"):
@@ -31,6 +32,7 @@ def test_a_configuration_and_a_recipe_are_found_by_name_from_anywhere(
     shipped = get_mixed_precision_config(str(ROOT / "configs/recipes/fp8_mlp_only.yaml"))
     for name in ("fp8_mlp_only", "fp8-mlp-only", "configs/recipes/fp8_mlp_only.yaml"):
         assert get_mixed_precision_config(name) == shipped
+        assert json.loads(cli("show", name, "--json"))["config"] == shipped.as_data()
 
 
 def test_a_file_of_the_users_goes_before_one_that_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +62,14 @@ def test_a_starter_folder_is_legal_as_it_stands_and_written_once(tmp_path: Path,
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
     cli("init", tmp_path / "other", "--recipe", "nope", code=2)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_starter_folder_freezes_what_its_configuration_freezes(tmp_path: Path, cli) -> None:
+    place = tmp_path / "first"
+    cli("init", place, "--recipe", "fp8_cs", "--config", "lora_tiny")
+    for recipe in ([], ["mixed_precision=bf16_mixed"]):
+        policy = ConfigContainer.load(place / "config.yaml", recipe).resolved().policy
+        assert (policy.frozen, policy.quantized) == (("*",), not recipe)
 
 
 def test_the_next_command_names_what_is_to_be_filled_in(tmp_path: Path, cli) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpbridge.common.errors import Contradiction
@@ -270,6 +270,25 @@ def test_a_config_object_dumps_as_its_fields():
     c = container(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16, fp8="hybrid"))
     assert roundtrip(c) == c
     assert roundtrip(c).resolved().policy == c.resolved().policy
+    plain = container(MixedPrecisionConfig())
+    assert roundtrip(plain) == plain
+    assert roundtrip(plain).resolved().policy == plain.resolved().policy
+
+
+RULES = ("*.linear_qkv", "*.linear_proj", "*mlp.fc[12]_latent_proj", "mtp.*", "*mixer.out_proj")
+"""nemotron_3_super's, by te_quant.cfg of Megatron Bridge."""
+
+
+def test_rules_of_a_recipe_that_modules_replaces_are_named(tmp_path):
+    name = "nemotron_3_super_bf16_with_nvfp4_mixed"
+    file = tmp_path / "mine.yaml"
+    file.write_text(f'extends: {name}\nmodules: {{"*.linear_fc1": bf16, "*.linear_proj": bf16}}\n')
+    gone = [glob for glob in RULES if glob != "*.linear_proj"]
+    given = {"*.linear_fc1": "bf16", "*.linear_proj": "bf16"}
+    for precision in (str(file), {"recipe": name, "modules": given}):
+        (said,) = container(precision, model={"num_layers": 32}).resolved(training=False).replaced
+        assert f"'s rules for {', '.join(gone)} are replaced" in said
+    assert container(name, model={"num_layers": 32}).resolved(training=False).replaced == ()
 
 
 def test_what_no_file_can_hold_is_named_by_the_dump():
@@ -291,6 +310,7 @@ SECTION_VALUES = some(
 
 @settings(max_examples=60, deadline=None)
 @given(SECTION_VALUES)
+@example({"data": {"corpus": "0E0"}})
 def test_every_dump_loads_back(values):
     c = ConfigContainer(**values)
     assert roundtrip(c) == c

@@ -28,6 +28,8 @@ def test_the_command_line_is_stronger_than_the_file_and_both_are_remembered(file
 
 
 ADDED = "{recipe: bf16_mixed, grad_reduce_in_fp32: false}"
+FROZEN_STAGES = "[{recipe: fp8_cs, until: 90%, frozen: ['*'], lora_dtype: fp32}, {recipe: bf16_mixed, frozen: ['*'], lora_dtype: fp32}]"
+UNLIKE_STAGES = "[{recipe: fp8_cs, until: 90%, frozen: ['*']}, {recipe: bf16_mixed, lora_dtype: fp32}]"
 LAYERS = [
     # (mixed_precision of the file, overrides, mixed_precision of both)
     ("bf16_mixed", ["mixed_precision.grad_reduce_in_fp32=false"], {"recipe": "bf16_mixed", "grad_reduce_in_fp32": False}),
@@ -37,6 +39,8 @@ LAYERS = [
       for name in ("mixed_precision", "mixed_precision.recipe")),
     # the same recipe in another spelling keeps the additions
     (ADDED, ["mixed_precision=BF16-mixed"], {"recipe": "BF16-mixed", "grad_reduce_in_fp32": False}),
+    # as does an alias
+    (ADDED.replace("bf16_mixed", "bf16_with_fp8_current_scaling_mixed"), ["mixed_precision=fp8_cs"], {"recipe": "fp8_cs", "grad_reduce_in_fp32": False}),
     # recipe and addition on one command line go together in any order
     *((ADDED, ["mixed_precision.fp8_margin=1", "mixed_precision=fp8_cs"][::order], {"recipe": "fp8_cs", "fp8_margin": 1}) for order in (1, -1)),
     # a later layer about one twin field overrules the other one
@@ -44,6 +48,12 @@ LAYERS = [
     # a glob keeps its dots
     ("bf16_mixed", ["mixed_precision.modules.mlp.linear_fc2={fp8: hybrid}"], {"recipe": "bf16_mixed", "modules": {"mlp.linear_fc2": {"fp8": "hybrid"}}}),
     ("[{recipe: fp8_cs, until: 90%}, {recipe: bf16_mixed}]", ["mixed_precision=fp16_mixed"], {"recipe": "fp16_mixed"}),
+    # what is frozen goes into a list and out of one
+    ("{recipe: bf16_mixed, frozen: ['*']}", ["mixed_precision=[{recipe: fp8_cs, until: 50%}, {recipe: fp32, frozen: [x], until: 90%}, fp16_mixed]"],
+     [{"recipe": "fp8_cs", "until": "50%", "frozen": ["*"]}, {"recipe": "fp32", "frozen": ["x"], "until": "90%"}, {"recipe": "fp16_mixed", "frozen": ["*"]}]),
+    (FROZEN_STAGES, ["mixed_precision=fp16_mixed"], {"recipe": "fp16_mixed", "frozen": ["*"], "lora_dtype": "fp32"}),
+    (FROZEN_STAGES, ["mixed_precision=[fp32]"], [{"recipe": "fp32", "frozen": ["*"], "lora_dtype": "fp32"}]),
+    (UNLIKE_STAGES, ["mixed_precision={recipe: fp32, frozen: [y], lora_dtype: null}"], {"recipe": "fp32", "frozen": ["y"], "lora_dtype": None}),
 ]  # fmt: skip
 
 
@@ -52,8 +62,59 @@ def test_layers_of_a_recipe_and_its_additions(file, below, overrides, both):
     path = file(f"mixed_precision: {below}\n")
     c = loaded(path, *overrides)
     assert c.mixed_precision == both
+    if isinstance(both, list):
+        assert c.origin == {"mixed_precision": COMMAND_LINE}
+        return
     assert {name.split(".")[1] for name in c.origin} == both.keys(), "what is dropped has no source"
-    assert c.origin.get("mixed_precision.frozen") == (str(path) if "frozen" in both else None)
+    assert c.origin.get("mixed_precision.frozen") == {"y": COMMAND_LINE, "*": str(path)}.get(
+        "".join(both.get("frozen", ()))
+    )
+
+
+def test_stages_that_freeze_differently_have_nothing_that_another_recipe_could_keep(file):
+    with pytest.raises(Contradiction) as caught:
+        loaded(file(f"mixed_precision: {UNLIKE_STAGES}\n"), "mixed_precision=fp32")
+    frozen, adapters = caught.value.faults
+    assert "frozen differs between the stages (['*']; none)" in frozen
+    assert "lora_dtype differs between the stages (none; fp32)" in adapters
+
+
+def test_additions_that_go_with_their_recipe_are_named(file):
+    path = file(f"mixed_precision: {ADDED}\nmodel: {{num_layers: 4}}\n")
+    (said,) = loaded(path, "mixed_precision=fp8_cs").dropped
+    assert "grad_reduce_in_fp32=false dropped together with recipe bf16_mixed, which recipe fp8_cs" in said
+    assert loaded(path, "mixed_precision=bf16").dropped == ()
+    assert loaded(path, "mixed_precision={recipe: fp8_cs, grad_reduce_in_fp32: true}").dropped == ()
+
+
+def test_a_recipe_file_is_the_same_under_another_path_to_it(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("extends: fp16_mixed\n")
+    (tmp_path / "other.yaml").write_text("extends: fp16_mixed\n")
+    path = file("mixed_precision: {recipe: mine.yaml, grad_reduce_in_fp32: false}\n")
+    same = loaded(path, "mixed_precision=./mine.yaml").mixed_precision
+    assert same == {"recipe": "./mine.yaml", "grad_reduce_in_fp32": False}
+    assert loaded(path, "mixed_precision=other.yaml").mixed_precision == {"recipe": "other.yaml"}
+
+
+def test_a_glob_is_one_key_whatever_its_dots(file, tmp_path):
+    """A list under "*" is no place for "*.mlp.linear_fc2", and the sources of a rule go with the rule alone."""
+    (tmp_path / "below.yaml").write_text(
+        """mixed_precision:
+  recipe: bf16_mixed
+  modules: {"*": {fp8: hybrid, fp8_recipe: tensorwise}, "*.mlp.linear_fc2": mxfp8}
+"""
+    )
+    path = file("""extends: below.yaml
+mixed_precision: {modules: {"*": [{layers: first 2, precision: bf16}, {layers: last 2, precision: bf16}], "*.mlp.linear_fc1": mxfp8}}
+""")
+    c = loaded(path, "mixed_precision.modules.*.mlp.linear_fc1=bf16")
+    sources = {
+        name.removeprefix("mixed_precision.modules."): origin for name, origin in c.origin.items() if "modules" in name
+    }
+    below = str(tmp_path / "below.yaml")
+    assert sources == {"*": str(path), "*.mlp.linear_fc1": COMMAND_LINE, "*.mlp.linear_fc2": below}
+    assert c.mixed_precision["modules"]["*.mlp.linear_fc1"] == "bf16"
 
 
 def test_twin_fields_must_agree_within_one_command_line(file):

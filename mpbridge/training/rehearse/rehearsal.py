@@ -21,6 +21,7 @@ from mpbridge.numerics.statistics import Statistics
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.settings.container import ConfigContainer, Run
+from mpbridge.settings.other_recipe import with_recipe
 from mpbridge.settings.training import microbatches
 from mpbridge.training.admission import resume_point
 from mpbridge.training.base import Hook, Training
@@ -137,7 +138,7 @@ def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
 def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
     """The run of one recipe: emulated, without evaluation, output files or resume."""
     made = container.copy()
-    made.mixed_precision, made.emulate = recipe, True
+    made.mixed_precision, made.emulate = with_recipe(made.mixed_precision, recipe), True
     if made.optimizer.get("lr") is None:
         # a Hugging Face folder does not say how the model is trained
         made.optimizer["lr"] = LR

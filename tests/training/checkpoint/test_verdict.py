@@ -209,6 +209,15 @@ def test_the_verb_says_it(checkpoint, cli, arguments, code, said):
         assert said in cli("resume-check", where, *arguments, code=code)
 
 
+def test_another_recipe_goes_on_training_what_the_run_trains():
+    config = get_mixed_precision_config("bf16_mixed").derive(frozen=("*",), lora_dtype="fp32")
+    facts = dataclasses.replace(FACTS, shape=dataclasses.replace(SHAPE, lora_rank=8))
+    saved = fingerprint("bf16_mixed", resolve(config), facts, {})
+    wanted = resume_check.wanted_fingerprint(saved, "fp8_cs", None)
+    assert (wanted.policy.frozen, wanted.policy.keep_fp32) == (saved.policy.frozen, saved.policy.keep_fp32)
+    assert verdict(saved, wanted).kind == verdict(made("bf16_mixed"), made("fp8_cs")).kind
+
+
 def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
     sgd = dataclasses.replace(FACTS, optimizer=OptimizerFacts(name="sgd"))
     found = verdict(made("bf16_mixed"), made("bf16_mixed", sgd))

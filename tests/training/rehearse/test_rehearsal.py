@@ -14,6 +14,8 @@ import pytest
 from mpbridge.backend.engines.mcore import McoreEngine
 from mpbridge.cli.main import main
 from mpbridge.common.errors import UnknownName
+from mpbridge.settings.container import ConfigContainer
+from mpbridge.training.rehearse import rehearsal
 from mpbridge.training.rehearse.rehearsal import Listen, rehearse
 from tests.forked import ROOT
 from tests.worlds import start
@@ -188,6 +190,11 @@ def test_a_recipe_that_cannot_run_is_reported_beside_the_others(
     assert "80" in report["recipes"][1]["failure"]
     assert main(["rehearse", "--recipes", MXFP8, *rest]) == 1
     capsys.readouterr()
+
+
+def test_a_rehearsal_trains_what_the_run_trains() -> None:
+    policy = rehearsal._run(ConfigContainer.load("lora_tiny"), CURRENT, 2).policy
+    assert (policy.frozen, policy.quantized) == (("*",), True)
 
 
 def test_misuse_is_said_before_anything_runs(cli) -> None:
