@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.text import print_line, print_table
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.tables import size
-from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
 from mpbridge.settings.container import Run
+
+if TYPE_CHECKING:
+    from mpbridge.planning.outlook import Outlook  # slow, and plan and launch ask for names and switches alone
 
 
 def names_of(made: Run) -> str:

@@ -275,7 +275,7 @@ def _time(one: Outlook) -> str:
         return f"not decided: {one.no_time}"
     low, high = one.time.span
     return (
-        f"{one.time.seconds:.3g} s per {'mean ' if one.stages else ''}step ({low:.3g} to {high:.3g}: {one.time.because}), "
+        f"{one.time.seconds:.3g} s per step ({low:.3g} to {high:.3g}: {one.time.because}), "
         f"{one.time.tokens_per_second:,.0f} tokens/s per GPU (mpbridge estimate)"
     )
 

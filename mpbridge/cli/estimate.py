@@ -94,7 +94,7 @@ def _print(made: Run, where: TargetMachine, outlook: Outlook, other: Estimate | 
     print_line(
         f"{title(made)}, engine {made.engine}, {made.facts.parallel.world_size} x {where.machine.label}: a prediction",
         f"{sizes_of(made.facts.parallel)}\n",
-        f"{'mean step' if outlook.stages else 'step':13} {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})",
+        f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})",
         f"tokens/s/GPU  {mine.tokens_per_second:,.0f}",
         f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} per GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products",
         f"GPU hours     {hours:,.0f} per billion tokens{cost}",

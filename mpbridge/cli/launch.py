@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import shlex
 import shutil
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli._schedule import lost_states, stage_names
-from mpbridge.cli._target import TargetMachine
 from mpbridge.cli.options import arg, resolved, too_small, whole
 from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
@@ -131,16 +131,12 @@ def _requeue_faults(section: Mapping[str, Any]) -> list[str]:
 def _refuse_broken(made: Run, *, gpus: bool) -> None:
     """Raises Refused with the rules that the run breaks, in any of its stages, on any node, since the nodes are not known here."""
     versions = ASSUMED if gpus else made.facts.versions
-    nodes = [
-        TargetMachine(machine=machine(name), versions=versions, here=False)
-        for name in (("a100", "h100", "b200") if gpus else ("cpu",))
-    ]
+    nodes = [machine(name) for name in (("a100", "h100", "b200") if gpus else ("cpu",))]
     runs = made.by_stage()
     found = list(map(str, lost_states(runs)))
     for name, run in zip(stage_names(made), runs, strict=True):
-        errors = [
-            {v.rule: v for v in broken(run.policy, node.facts(run.facts)) if v.severity == "error"} for node in nodes
-        ]
+        there = [dataclasses.replace(run.facts, machine=node, versions=versions, environment={}) for node in nodes]
+        errors = [{v.rule: v for v in broken(run.policy, facts) if v.severity == "error"} for facts in there]
         everywhere = (v for rule, v in errors[0].items() if all(rule in other for other in errors))
         found += [f"{name}: {violation}" if name else str(violation) for violation in everywhere]
     if found:

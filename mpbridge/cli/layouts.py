@@ -15,7 +15,6 @@ from mpbridge.cli._target import TARGET, TargetMachine, left_batches, left_out, 
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
-from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
 from mpbridge.planning.capability import refuse_unless_native
@@ -23,6 +22,7 @@ from mpbridge.planning.estimate.candidates import PLACES, line
 from mpbridge.planning.estimate.layouts import Layout, search, why_none
 from mpbridge.planning.estimate.predict import timing
 from mpbridge.planning.memory.by_role import REFERENCE
+from mpbridge.planning.memory.layers import unsplit
 from mpbridge.planning.outlook import Outlook
 from mpbridge.precision.registry import describe, recipe, recipes
 from mpbridge.settings.container import ConfigContainer, Run
@@ -85,9 +85,10 @@ def _search(
             found += [(names_of(made), one, change) for one, change in zip(mine, changes, strict=True)]
             if not mine:
                 why = why_none(policy, facts, where.machine, refused, stated=stated)
-                others = f"the layouts of {outlook.fullest.name} are not valid, or do not fit, in another stage"
+                others = f"of the {len(near)} fastest layouts of {outlook.fullest.name} none is valid and fits in every stage"
                 faults.append(f"{names_of(made)}: {others if near else why}")
-            omitted |= left_out(facts)
+            for stage in outlook.stages or (outlook,):
+                omitted |= left_out(stage.facts)
         except MpbridgeError as error:
             if len(names) == 1 and isinstance(error, Contradiction):
                 raise
@@ -119,9 +120,11 @@ def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> tuple[R
 
 
 def _alone(outlook: Outlook, world: int) -> Outlook:
-    """The run, and each stage of a schedule, without model parallelism."""
+    """The run, and each stage of a schedule, without model parallelism and without the settings that place layers, which one stage of a pipeline cannot have."""
+    ones: dict[str, Any] = dict.fromkeys(("tensor", "pipeline", "context", "expert"), 1)
+    sizes = dataclasses.replace(outlook.facts.parallel, world_size=world, virtual_pipeline=None, **ones)
     stages = tuple(_alone(stage, world) for stage in outlook.stages)
-    return dataclasses.replace(outlook, facts=alone(outlook.facts, world), stages=stages)
+    return dataclasses.replace(outlook, facts=unsplit(outlook.facts, sizes), stages=stages)
 
 
 def _of_all(outlook: Outlook, found: Sequence[Layout]) -> Sequence[Layout]:
@@ -152,13 +155,6 @@ def _names(args: argparse.Namespace) -> list[str | None]:
 def says_optimizer(box: ConfigContainer) -> bool:
     """Whether the file sets whether the optimizer is distributed."""
     return "use_distributed_optimizer" in (box.as_data().get("ddp") or {})
-
-
-def alone(facts: RunFacts, world: int) -> RunFacts:
-    """The facts for that number of processes without model parallelism."""
-    ones: dict[str, Any] = dict.fromkeys(("tensor", "pipeline", "context", "expert"), 1)
-    sizes = dataclasses.replace(facts.parallel, world_size=world, virtual_pipeline=None, **ones)
-    return dataclasses.replace(facts, parallel=sizes)
 
 
 def _data(name: str, one: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:

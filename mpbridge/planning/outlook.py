@@ -259,10 +259,8 @@ class Schedule(Outlook):
     @cached_property
     def fullest(self) -> Outlook:
         """The stage whose answer is worst, and of these the one that needs most."""
-        fits = [verdict(stage.memory, self.machine.memory_bytes) for stage in self.stages]
-        worst = max(map(_FITS.index, fits))
-        among = [stage for stage, said in zip(self.stages, fits, strict=True) if said == _FITS[worst]]
-        return max(among, key=lambda stage: stage.memory.needed)
+        have = self.machine.memory_bytes
+        return max(self.stages, key=lambda stage: (_FITS.index(verdict(stage.memory, have)), stage.memory.needed))
 
     @cached_property
     def memory(self) -> Memory:
@@ -277,19 +275,21 @@ class Schedule(Outlook):
     @cached_property
     def fit(self) -> Fit | None:
         """That of the fullest stage, without the ways that would be another recipe: single fields cannot change a list of stages."""
-        found = self.fullest.fit
-        ways = () if found is None else tuple(way for way in found.ways if not way.startswith("mixed_precision."))
-        return None if found is None else dataclasses.replace(found, ways=ways)
+        if (found := self.fullest.fit) is None:
+            return None
+        ways = tuple(way for way in found.ways if not way.startswith("mixed_precision."))
+        return dataclasses.replace(found, ways=ways)
 
     @cached_property
     def time(self) -> Estimate:
         """The mean step over the run; the slowest stage's where their shares are not known. Raises as a stage's does."""
         times = [stage.time for stage in self.stages]
         if self.shares is not None:
-            return mean(list(zip(self.shares, times, strict=True)))
-        slowest = max(times, key=lambda one: one.seconds)
-        known = "the slowest stage, since without train.train_iters their shares are not known"
-        return dataclasses.replace(slowest, because=f"{known}; {slowest.because}")
+            found, which = mean(list(zip(self.shares, times, strict=True))), "the mean over the stages"
+        else:
+            found = max(times, key=lambda one: one.seconds)
+            which = "the slowest stage, since without train.train_iters their shares are not known"
+        return dataclasses.replace(found, because=f"{which}; {found.because}")
 
     @cached_property
     def undivided(self) -> str:

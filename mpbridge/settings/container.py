@@ -272,7 +272,7 @@ class Run:
     te: str | None = None
     """The Transformer Engine release that was requested."""
     stages: tuple[Stage, ...] = field(default=(), repr=False)
-    """One per recipe of the run; `policy` is the first one's. As the whole list is read: what decides about a stage is `at`."""
+    """One per recipe of the run; `policy` is the first one's, and `at` resolves another one."""
 
     @property
     def brought(self) -> tuple[str, ...]:

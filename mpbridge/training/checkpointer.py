@@ -255,7 +255,7 @@ def at_stage(run: Run) -> Run:
 
 
 def check_stages(run: Run, said: Collection[Violation] = ()) -> list[str]:
-    """A line for each stage, with its warnings, and for each transition of `run`; empty for a run with one recipe. said: warnings that were shown before.
+    """A line for each stage, with the warnings and overridden values that are its own, and for each transition of `run`; empty for a run with one recipe. said: warnings that were shown before.
 
     Raises Refused with every violation of a rule or of the machine's capability in any stage, and every transition that would lose the optimizer's states.
     """

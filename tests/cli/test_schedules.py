@@ -8,6 +8,7 @@ import pytest
 
 from mpbridge.common.errors import Refused
 from mpbridge.settings.container import ConfigContainer
+from mpbridge.training.checkpoint.continuation import consent, of_run
 from mpbridge.training.checkpointer import check_stages
 from tests.light import loaded_by
 
@@ -85,7 +86,7 @@ def test_a_schedules_step_is_the_mean_of_its_stages(ask, until, settings, share)
     assert made["tokens_per_second_per_gpu"] * made["seconds"] == pytest.approx(tokens)
     assert slow["share_of_peak"] >= made["share_of_peak"] >= fast["share_of_peak"]
     assert [row["share"] for row in made["schedule"]] == [share, None if share is None else pytest.approx(1 - share)]
-    assert ("without train.train_iters" in made["because"]) is (share is None)
+    assert made["because"].startswith("the slowest stage, " if share is None else "the mean over the stages; ")
 
 
 def test_what_a_later_stage_overrides_is_shown(ask, cli):
@@ -118,6 +119,31 @@ def test_other_layouts_hold_every_stage(ask):
     wide = "--world-size", "8"
     (best, *_) = ask("layouts", *words, *wide)["layouts"]
     assert ask("check", *words, *wide, *best["settings"].split())["fit"]["needed"] == best["needed"]
+
+
+def test_layouts_of_a_schedule_do_not_need_the_places_of_its_layers(ask):
+    placed = "parallel.pipeline_model_parallel_size=2", "model.num_layers_in_first_pipeline_stage=15"
+    words = schedule("bf16_mixed", "fp8_cs"), *H100, "--world-size", "8"
+    free, bound = (ask("layouts", *words, *more)["layouts"] for more in ((), placed))
+    assert [one["needed"] for one in bound] == [one["needed"] for one in free] != []
+    assert "model.num_layers_in_first_pipeline_stage=null" in bound[0]["changes"]
+
+
+def test_a_checkpoint_of_any_stage_needs_no_consent():
+    list_, *alone = (
+        ConfigContainer.load("configs/gpt_tiny.yaml", [f"mixed_precision={one}", "train.train_iters=4"]).resolved()
+        for one in (schedule("fp32", "bf16_mixed_bf16_moments").partition("=")[2], "fp32", "bf16_mixed_bf16_moments", "bf16_mixed")
+    )  # fmt: skip
+    for run in list_.by_stage():
+        assert [bool(consent(of_run(saved), run)) for saved in alone] == [False, False, True]
+
+
+def test_simulate_says_that_it_builds_the_first_recipe_alone(ask):
+    words = "--config", "configs/gpt_tiny.yaml", "--ranks", "0", "train.train_iters=4"
+    assert (
+        "only the first of 2 recipes (--recipe builds another)"
+        in ask("simulate", schedule("bf16_mixed", "fp32"), *words)["changed"]
+    )
 
 
 def test_a_schedule_is_judged_without_torch():

@@ -100,15 +100,12 @@ def faults(run: Run, place: Path) -> list[str]:
 
 def consent(saved: Fingerprint, run: Run) -> str:
     """What the run's author has to accept about its recipe; '' if nothing: the recipe computes the same, is one of the run's stages, or was accepted."""
-    wanted = of_run(run)
     accepted = str(run.checkpoint.get("accept") or "")
-    changes = differ(saved, wanted)
-    stages = [wanted.with_policy(stage.policy, stage.recipe) for stage in run.stages[1:] and run.stages]
-    known = any(not learned(saved, stage) for stage in stages) or saved.recipe in (accepted, _canonical(accepted))
-    if not changes or known:
+    same = any(not learned(saved, of_run(stage)) for stage in run.by_stage())
+    if same or saved.recipe in (accepted, _canonical(accepted)):
         return ""
     other = f", where checkpoint.accept={accepted} names another recipe" if accepted else ""
-    return f"checkpoint: {changes}; to resume anyway: checkpoint.accept={saved.recipe}{other}"
+    return f"checkpoint: {differ(saved, of_run(run))}; to resume anyway: checkpoint.accept={saved.recipe}{other}"
 
 
 def differ(saved: Fingerprint, wanted: Fingerprint) -> str:

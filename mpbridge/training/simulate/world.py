@@ -53,6 +53,8 @@ def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[st
         first = box.resolved(world, machine=machine("cpu"), training=False)
         stored = "weights are stored in the compute dtype; --emulate te builds low-precision storage"
         messages.append(f"emulate=true ({stored})")
+    if len(first.stages) > 1:
+        messages.append(f"only the first of {len(first.stages)} recipes (--recipe builds another)")
     if first.engine != DEFAULT:
         raise BadValue(f"simulate builds megatron-core's own engine, found engine={first.engine}")
     return first, tuple(messages)

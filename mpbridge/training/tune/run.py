@@ -57,6 +57,8 @@ def tune(
     with process_group(torch.cuda.is_available()):
         world = dist.get_world_size()
         run = container.resolved(world, training=False)
+        if len(run.stages) > 1:
+            say(f"only the first of {len(run.stages)} recipes is tuned, {run.recipe} (--recipe tunes another)")
         config = run.stages[0].config
         base, policy = prepared(config)
         found, left_out = aimed(config, levels, where)
