@@ -19,7 +19,7 @@ from mpbridge.common.transformer_engine import Package, choose, played_versions,
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import engine_for
-from mpbridge.precision.registry import describe, get_mixed_precision_config, other_rules, replaced_rules
+from mpbridge.precision.registry import describe, extended_rules, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
 
@@ -165,9 +165,9 @@ def _authored(
     if given is None:
         return UNNAMED, None, _added(MixedPrecisionConfig(), additions, place, faults), ()
     config, entry = get_mixed_precision_config(str(given), code=trusted), describe(str(given))
-    made, gone = _added(config, additions, place, faults), replaced_rules(str(given))
-    own = other_rules(config.modules, made.modules) if "modules" in additions else ()
-    return entry.name, entry.prefers, made, tuple(dict.fromkeys((*gone, *own)))
+    made = _added(config, additions, place, faults)
+    rules = dict.fromkeys((*extended_rules(str(given)), *(config.modules or {})))
+    return entry.name, entry.prefers, made, tuple(glob for glob in rules if glob not in (made.modules or {}))
 
 
 def _added(

@@ -100,6 +100,8 @@ def test_a_recipe_file_is_the_same_under_another_path_to_it(file, tmp_path, monk
     same = loaded(path, "mixed_precision=./mine.yaml").mixed_precision
     assert same == {"recipe": "./mine.yaml", "grad_reduce_in_fp32": False}
     assert loaded(path, "mixed_precision=other.yaml").mixed_precision == {"recipe": "other.yaml"}
+    path = file('mixed_precision: "a\\0.yaml"\n')  # no file can have this name
+    assert loaded(path, "mixed_precision=bf16_mixed").mixed_precision == {"recipe": "bf16_mixed"}
 
 
 def test_a_glob_is_one_key_whatever_its_dots(file, tmp_path):
