@@ -345,13 +345,14 @@ def extended_rules(name: str) -> tuple[str, ...]:
 def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
     import yaml
 
-    here = path.resolve()
-    if here in seen:
-        raise RecipeError(f"recipe file {path}: extends itself through {' -> '.join(p.name for p in (*seen, here))}")
     try:
+        here = path.resolve()
+        if here in seen:
+            way = " -> ".join(p.name for p in (*seen, here))
+            raise RecipeError(f"recipe file {path}: extends itself through {way}")
         data = read_yaml(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"recipe file {path} cannot be read: {said(error)}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"recipe file {cut(path)} cannot be read: {said(error)}") from error
     if not data and data in (None, {}):
         raise RecipeError(
             f"recipe file {path}: empty, expected fields or the recipe that it starts from, as in `extends: bf16_mixed`"

@@ -5,7 +5,7 @@ by the fast emulation, or by Transformer Engine's own Python code on a CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from mpbridge.precision.recipe import engine_for
 from mpbridge.precision.registry import describe, extended_rules, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
+from mpbridge.settings.other_recipe import is_list
 
 WAYS = (False, True, "fast", "te")
 DEFAULT_TARGET = "h100"
@@ -101,7 +102,7 @@ def read_stages(
         how = "give a recipe's name, as in mixed_precision=bf16_mixed (names: mpbridge list)"
         faults.append(f"mixed_precision is missing: {how}")
         return ()
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if is_list(value):
         parts = {f"mixed_precision[{i}]": part for i, part in enumerate(value)}
     else:
         parts = {"mixed_precision": value}
