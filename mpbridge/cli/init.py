@@ -233,8 +233,9 @@ def starting_text(place: Path, overrides: Sequence[str] = ()) -> str:
 def starter(config: str, recipe: str) -> dict[str, str]:
     """File name -> text. config: a configuration's text, whose recipe becomes the folder's own; what it freezes stays in it, for whatever recipe follows. Raises Contradiction."""
     given = load_yaml(config) or {}
-    wanted = given | {"mixed_precision": with_recipe(given.get("mixed_precision"), "recipe.yaml")}
-    line = dump_yaml({"mixed_precision": wanted["mixed_precision"]}).rstrip()
+    precision = with_recipe(given.get("mixed_precision"), recipe)
+    precision = "recipe.yaml" if isinstance(precision, str) else precision | {"recipe": "recipe.yaml"}
+    wanted, line = given | {"mixed_precision": precision}, dump_yaml({"mixed_precision": precision}).rstrip()
     config, found = re.subn(r"^mixed_precision:.*$", lambda _: line, config, count=1, flags=re.MULTILINE)
     config = config if found else f"{line}\n{config}"
     if _loaded(config) != wanted:  # its recipe takes several lines

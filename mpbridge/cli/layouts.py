@@ -67,11 +67,8 @@ def _search(
     names = _names(args)
     for name in names:
         try:
-            box = (
-                base
-                if name is None
-                else dataclasses.replace(base, mixed_precision=with_recipe(base.mixed_precision, name))
-            )
+            given = base.mixed_precision
+            box = dataclasses.replace(base, mixed_precision=given if name is None else with_recipe(given, name))
             made, valid = _resolved(box, world, where)
             outlook, stated = _alone(where.outlook(made), world), says_optimizer(box)
             policy, facts = outlook.fullest.policy, outlook.fullest.facts

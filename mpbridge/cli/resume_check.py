@@ -75,9 +75,13 @@ def wanted_fingerprint(saved: Fingerprint, recipe: str | None, engine: str | Non
     """The run that `saved` came from, with another recipe or engine. Raises UnknownName, RecipeError or Contradiction."""
     if recipe is None:
         return saved.with_policy(saved.policy, saved.recipe, engine)
-    config, trained = get_mixed_precision_config(recipe), saved.policy  # as `with_recipe`: what trains stays
-    keeps = {"frozen": trained.frozen or None, "lora_dtype": "fp32" if {*ADAPTERS} <= {*trained.keep_fp32} else None}
-    config = config.derive(**{name: value for name, value in keeps.items() if value is not None})
+    config = get_mixed_precision_config(recipe)
+    # as `with_recipe`: what trains stays, unless the recipe says otherwise
+    keeps = {
+        "frozen": saved.policy.frozen,
+        "lora_dtype": "fp32" if {*ADAPTERS} <= {*saved.policy.keep_fp32} else None,
+    }
+    config = config.derive(**{name: value for name, value in keeps.items() if value and name not in config.given()})
     policy = resolve(config, layers=int(saved.shape["num_layers"]))
     meant_for = describe(recipe).prefers or engine_for(policy)
     return saved.with_policy(policy, describe(recipe).name, engine or meant_for)

@@ -263,13 +263,13 @@ def same_recipe(one: str, other: str) -> bool:
 
 def _identity(name: str) -> str:
     path, dot_py, function = name.partition(".py:")
-    file = Path(path + ".py") if dot_py else _file(name)
-    if file is None:
-        return name if _is_place(name) else _alias_of.get(key(name), key(name))
     try:
-        return f"{file.resolve()}:{function}"
+        file = Path(path + ".py") if dot_py else _file(name)
+        if file is not None:
+            return f"{file.resolve()}:{function}"
     except (OSError, ValueError, RuntimeError):  # a name that no file can have; its use says so
         return name
+    return name if _is_place(name) else _alias_of.get(key(name), key(name))
 
 
 def describe(name: str) -> Recipe:
@@ -336,35 +336,26 @@ def model_of(name: str) -> str | None:
     return None
 
 
-def replaced_rules(name: str) -> tuple[str, ...]:
-    """The globs of the rules under `modules:` that a recipe file extends and, with a `modules:` of its own, does not have; empty for any other recipe."""
+def extended_rules(name: str) -> tuple[str, ...]:
+    """The globs of every rule under `modules:` in a recipe file and those that it extends, whether the file has it or replaces it; empty for any other recipe."""
     chain = _contents(name)
     base = str(chain[-1].get("extends") or "") if chain else ""
-    rules = (get_mixed_precision_config(base).modules or {}) if base and not _is_place(base) else {}
-    gone: dict[str, None] = {}
-    for data in reversed(chain):
-        if "modules" in data:
-            own = data["modules"] or {}
-            gone |= dict.fromkeys(other_rules(rules, own))
-            rules = own
-    return tuple(glob for glob in gone if glob not in rules)
-
-
-def other_rules(rules: Mapping[str, Any] | None, instead: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The globs of `rules` that mean something else, or nothing, in the mapping that replaces them."""
-    return tuple(glob for glob, rule in (rules or {}).items() if (instead or {}).get(glob) != rule)
+    start = get_mixed_precision_config(base).modules if base and not _is_place(base) else None
+    each = (start, *(data.get("modules") for data in reversed(chain)))
+    return tuple(dict.fromkeys(glob for rules in each for glob in rules or {}))
 
 
 def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
     import yaml
 
-    here = path.resolve()
-    if here in seen:
-        raise RecipeError(f"recipe file {path}: extends itself through {' -> '.join(p.name for p in (*seen, here))}")
     try:
+        here = path.resolve()
+        if here in seen:
+            way = " -> ".join(p.name for p in (*seen, here))
+            raise RecipeError(f"recipe file {path}: extends itself through {way}")
         data = read_yaml(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"recipe file {path} cannot be read: {said(error)}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"recipe file {cut(path)} cannot be read: {said(error)}") from error
     if not data and data in (None, {}):
         raise RecipeError(
             f"recipe file {path}: empty, expected fields or the recipe that it starts from, as in `extends: bf16_mixed`"

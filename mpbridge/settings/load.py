@@ -14,7 +14,7 @@ from mpbridge.precision.config import TWINS
 from mpbridge.precision.yaml_loader import load_yaml, read_yaml, said, with_exponents
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
-from mpbridge.settings.other_recipe import KEPT, carried, dropped, is_list, kept, renames
+from mpbridge.settings.other_recipe import KEPT, carried, dropped, is_list, kept, renames, said_of_kept
 from mpbridge.settings.schema import SECTIONS
 
 Tree = dict[str, Any]
@@ -85,13 +85,13 @@ class ConfigLayers:
     def _replaced(self, precision: Any, below: Any, source: str) -> Any:
         """`precision`, another recipe or a list of stages, with what it keeps of the setting `below`, which is removed."""
         parts = precision if is_list(precision) else [precision]
-        stated = [name for name in KEPT if all(isinstance(part, Mapping) and name in part for part in parts)]
         try:
-            keeps = kept(below, stated)
+            keeps = kept(below, stated={*KEPT}.intersection(*map(said_of_kept, parts)))
         except Contradiction as error:
             self.faults += [f"{fault} (from {source})" for fault in error.faults]
             keeps = {}
-        origins = {name: self.origin.get(f"mixed_precision.{name}", self.origin.get("mixed_precision", source)) for name in keeps}  # fmt: skip
+        places = {name: (f"mixed_precision.{name}", "mixed_precision.recipe", "mixed_precision") for name in keeps}
+        origins = {name: next(self.origin[one] for one in ways if one in self.origin) for name, ways in places.items()}
         if gone := ", ".join(dropped(precision, below)):
             old = f"recipe {below['recipe']}" if "recipe" in below else "the setting"
             new = "a list of stages" if is_list(precision) else f"recipe {precision['recipe']}"

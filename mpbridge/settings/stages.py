@@ -5,7 +5,7 @@ by the fast emulation, or by Transformer Engine's own Python code on a CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from mpbridge.common.transformer_engine import Package, choose, played_versions,
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import engine_for
-from mpbridge.precision.registry import describe, get_mixed_precision_config, other_rules, replaced_rules
+from mpbridge.precision.registry import describe, extended_rules, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
+from mpbridge.settings.other_recipe import is_list
 
 WAYS = (False, True, "fast", "te")
 DEFAULT_TARGET = "h100"
@@ -102,7 +103,7 @@ def read_stages(
         how = "give a recipe's name, as in mixed_precision=bf16_mixed (names: mpbridge list)"
         faults.append(f"mixed_precision is missing: {how}")
         return ()
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if is_list(value):
         parts = {f"mixed_precision[{i}]": part for i, part in enumerate(value)}
     else:
         parts = {"mixed_precision": value}
@@ -168,9 +169,9 @@ def _authored(
     if given is None:
         return UNNAMED, None, _added(MixedPrecisionConfig(), additions, place, faults), ()
     config, entry = get_mixed_precision_config(str(given), code=trusted), describe(str(given))
-    made, gone = _added(config, additions, place, faults), replaced_rules(str(given))
-    own = other_rules(config.modules, made.modules) if "modules" in additions else ()
-    return entry.name, entry.prefers, made, tuple(dict.fromkeys((*gone, *own)))
+    made = _added(config, additions, place, faults)
+    rules = dict.fromkeys((*extended_rules(str(given)), *(config.modules or {})))
+    return entry.name, entry.prefers, made, tuple(glob for glob in rules if glob not in (made.modules or {}))
 
 
 def _added(

@@ -164,13 +164,19 @@ def test_plan_explains_where_values_came_from(said):
     assert "layers of 4 in bf16" in out
     line = next(line for line in out.splitlines() if line.startswith("optimizer.lr "))
     assert line.split(maxsplit=2)[1:] == ["0.0005", "the command line"]
+    rules = ("mixed_precision.modules.mlp.linear_fc1=bf16", "mixed_precision.modules.mlp.linear_fc2={fp8: hybrid}")
+    origin = json.loads(said("plan", "--explain", *rules, "--json")[1])["values"]
+    assert {name: value for name, value in origin.items() if "modules" in name} == {
+        "mixed_precision.modules.mlp.linear_fc1": "bf16",
+        "mixed_precision.modules.mlp.linear_fc2.fp8": "hybrid",
+    }
 
 
 def test_what_a_recipe_brings_along_is_said(said):
     small = ("plan", "--recipe", "configs/recipes/bf16_small_states.yaml", "--explain")
     assert "the recipe also sets ddp.use_distributed_optimizer=true" in said(*small)[1]
-    assert "brings along" not in said(*small, "ddp.use_distributed_optimizer=true")[1]
-    assert "brings along" not in said("plan")[1]
+    assert "the recipe also sets" not in said(*small, "ddp.use_distributed_optimizer=true")[1]
+    assert "the recipe also sets" not in said("plan")[1]
 
 
 def test_plan_starts_from_as_few_processes_as_the_sizes_allow(said):

@@ -282,9 +282,9 @@ RULES = ("*.linear_qkv", "*.linear_proj", "*mlp.fc[12]_latent_proj", "mtp.*", "*
 def test_rules_of_a_recipe_that_modules_replaces_are_named(tmp_path):
     name = "nemotron_3_super_bf16_with_nvfp4_mixed"
     file = tmp_path / "mine.yaml"
-    file.write_text(f'extends: {name}\nmodules: {{"*.linear_fc1": bf16, "*.linear_proj": bf16}}\n')
-    gone = [glob for glob in RULES if glob != "*.linear_proj"]
-    given = {"*.linear_fc1": "bf16", "*.linear_proj": "bf16"}
+    file.write_text(f'extends: {name}\nmodules: {{"*.linear_fc1": bf16, "*.linear_proj": bf16, "mtp.*": mxfp8}}\n')
+    gone = [glob for glob in RULES if glob not in ("*.linear_proj", "mtp.*")]  # what is stated again is not missed
+    given = {"*.linear_fc1": "bf16", "*.linear_proj": "bf16", "mtp.*": "mxfp8"}
     for precision in (str(file), {"recipe": name, "modules": given}):
         (said,) = container(precision, model={"num_layers": 32}).resolved(training=False).replaced
         assert f"'s rules for {', '.join(gone)} are replaced" in said

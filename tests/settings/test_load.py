@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mpbridge.common.errors import BadValue, Contradiction, UnknownName
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.registry import register, unregister
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.load import COMMAND_LINE, dotted, read
+from mpbridge.settings.other_recipe import with_recipe
 
 
 @pytest.fixture
@@ -77,6 +80,42 @@ def test_stages_that_freeze_differently_have_nothing_that_another_recipe_could_k
     frozen, adapters = caught.value.faults
     assert "frozen differs between the stages (['*']; none)" in frozen
     assert "lora_dtype differs between the stages (none; fp32)" in adapters
+    assert "{recipe: NAME, frozen: VALUE}" in frozen
+
+
+def test_a_stage_that_freezes_nothing_on_purpose_is_like_one_that_says_nothing(file):
+    path = file("mixed_precision: [{recipe: fp8_cs, until: 90%, frozen: []}, bf16_mixed]\n")
+    assert loaded(path, "mixed_precision=fp32").mixed_precision == {"recipe": "fp32", "frozen": []}
+    path = file("mixed_precision: {recipe: fp8_cs, frozen: ['*']}\n")
+    stages = "mixed_precision=[{recipe: fp8_cs, until: 90%, frozen: []}, {recipe: fp32, frozen: null}]"
+    first, second = loaded(path, stages).mixed_precision
+    assert (first["frozen"], second["frozen"]) == ([], None)
+
+
+def test_what_a_recipe_freezes_stays_as_what_its_run_does(file, tmp_path):
+    """A recipe file and a registered recipe are two more places to say it; another recipe's own word holds."""
+    (tmp_path / "mine.yaml").write_text("extends: fp8_cs\nfrozen: ['*']\nlora_dtype: fp32\n")
+    (tmp_path / "other.yaml").write_text("extends: fp8_cs\nfrozen: [x]\n")
+    path = file("mixed_precision: mine.yaml\n")
+    c = loaded(path, "mixed_precision=fp32")
+    assert c.mixed_precision == {"recipe": "fp32", "frozen": ["*"], "lora_dtype": "fp32"}
+    assert c.origin["mixed_precision.frozen"] == str(path)
+    other = str(tmp_path / "other.yaml")
+    assert loaded(path, f"mixed_precision={other}").mixed_precision == {"recipe": other, "lora_dtype": "fp32"}
+    assert with_recipe("fp8_cs", "fp32") == "fp32"
+    register(lambda: MixedPrecisionConfig(bf16=True, frozen=("x",)), name="freezes")
+    try:
+        assert with_recipe("freezes", "fp32") == {"recipe": "fp32", "frozen": ["x"]}
+        assert with_recipe({"recipe": "freezes", "frozen": []}, "fp32") == {"recipe": "fp32", "frozen": []}
+        assert with_recipe(MixedPrecisionConfig(bf16=True, frozen=("y",)), "freezes") == "freezes"
+    finally:
+        unregister("freezes")
+
+
+def test_no_function_of_a_file_is_called_to_learn_what_it_freezes(file, tmp_path):
+    (tmp_path / "mine.py").write_text("def fn():\n    raise SystemExit('called')\n")
+    path = file("mixed_precision: {recipe: 'mine.py:fn', frozen: ['*']}\n")
+    assert loaded(path, "mixed_precision=fp32").mixed_precision == {"recipe": "fp32", "frozen": ["*"]}
 
 
 def test_additions_that_go_with_their_recipe_are_named(file):
@@ -95,6 +134,10 @@ def test_a_recipe_file_is_the_same_under_another_path_to_it(file, tmp_path, monk
     same = loaded(path, "mixed_precision=./mine.yaml").mixed_precision
     assert same == {"recipe": "./mine.yaml", "grad_reduce_in_fp32": False}
     assert loaded(path, "mixed_precision=other.yaml").mixed_precision == {"recipe": "other.yaml"}
+    path = file('mixed_precision: "a\\0.yaml"\n')  # no file can have this name
+    assert loaded(path, "mixed_precision=bf16_mixed").mixed_precision == {"recipe": "bf16_mixed"}
+    with pytest.raises(Contradiction, match="cannot be read"):
+        loaded(path)
 
 
 def test_a_glob_is_one_key_whatever_its_dots(file, tmp_path):

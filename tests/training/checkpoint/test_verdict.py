@@ -209,13 +209,16 @@ def test_the_verb_says_it(checkpoint, cli, arguments, code, said):
         assert said in cli("resume-check", where, *arguments, code=code)
 
 
-def test_another_recipe_goes_on_training_what_the_run_trains():
+def test_another_recipe_goes_on_training_what_the_run_trains(tmp_path):
     config = get_mixed_precision_config("bf16_mixed").derive(frozen=("*",), lora_dtype="fp32")
     facts = dataclasses.replace(FACTS, shape=dataclasses.replace(SHAPE, lora_rank=8))
     saved = fingerprint("bf16_mixed", resolve(config), facts, {})
     wanted = resume_check.wanted_fingerprint(saved, "fp8_cs", None)
     assert (wanted.policy.frozen, wanted.policy.keep_fp32) == (saved.policy.frozen, saved.policy.keep_fp32)
     assert verdict(saved, wanted).kind == verdict(made("bf16_mixed"), made("fp8_cs")).kind
+    (tmp_path / "mine.yaml").write_text("extends: fp8_cs\nfrozen: ['embedding.*']\n")
+    wanted = resume_check.wanted_fingerprint(saved, str(tmp_path / "mine.yaml"), None)
+    assert (wanted.policy.frozen, wanted.policy.keep_fp32) == (("embedding.*",), saved.policy.keep_fp32)
 
 
 def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
