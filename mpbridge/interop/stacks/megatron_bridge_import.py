@@ -308,7 +308,8 @@ def _optimizer(read_: Reader, fields: dict[str, Any]) -> None:
     if aware:
         fields |= {name: read_.flag(path) for name, path in given.items() if name not in dtypes}
         fields |= {name: state_word(one) for name, one in dtypes.items() if one is not None}
-    offload = read_.flag("optimizer.optimizer_cpu_offload")
+    path = "optimizer.optimizer_cpu_offload"
+    offload = read_.at(path) is not None and read_.flag(path)  # off decides nothing, and is not listed
     share = read_.at("optimizer.optimizer_offload_fraction", 0.0)
     if aware and offload:
         fields |= OFFLOADED
