@@ -161,7 +161,9 @@ def _authored(
     if isinstance(part, MixedPrecisionConfig):
         return UNNAMED, None, part.derive(), ()
     if not isinstance(part, (str, Path, Mapping)):
-        raise BadValue(f"found {part!r}, expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
+        raise BadValue(
+            f"found {part!r}, expected a recipe's name or file, a mapping with `recipe:`, or a MixedPrecisionConfig"
+        )
     additions = dict(part) if isinstance(part, Mapping) else {}
     given = additions.pop("recipe", None) if isinstance(part, Mapping) else part
     if not isinstance(given, (str, Path, int, type(None))) or isinstance(given, bool):

@@ -18,7 +18,7 @@ from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with
 from mpbridge.interop.stacks.meaning import Sharded, described
-from mpbridge.interop.stacks.optimizers import Trained, settings
+from mpbridge.interop.stacks.optimizers import NO_DTYPES, OFFLOADED, Trained, host_settings, settings
 from mpbridge.interop.stacks.reading import Reader, imported, raise_faults, state_word
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.precision_field import Target
@@ -308,11 +308,19 @@ def _optimizer(read_: Reader, fields: dict[str, Any]) -> None:
     if aware:
         fields |= {name: read_.flag(path) for name, path in given.items() if name not in dtypes}
         fields |= {name: state_word(one) for name, one in dtypes.items() if one is not None}
+    path = "optimizer.optimizer_cpu_offload"
+    offload = read_.at(path) is not None and read_.flag(path)  # off decides nothing, and is not listed
+    share = read_.at("optimizer.optimizer_offload_fraction", 0.0)
+    if aware and offload:
+        fields |= OFFLOADED
     if fields.get("main_grads_dtype") == "fp32":
         del fields["main_grads_dtype"]
     whole = fields.get("main_params_dtype", "fp32") == "fp32" and fields.get("store_param_remainders") is not False
     leaks = aware and whole and not fields.get("fp8") and read_.at("mixed_precision") is not None
+    unread = any(dtypes.get(name) not in (None, DType.FP32) for name in OFFLOADED)
     read_.note_rows(
+        ("inert", aware and offload and unread, f"16-bit optimizer states with optimizer.optimizer_cpu_offload: {NO_DTYPES}"),
+        ("cannot_express", offload, f"optimizer.optimizer_cpu_offload: {host_settings(brief(share))}"),
         ("contradicts", not aware and any(one not in (None, DType.FP32) for one in dtypes.values()),
          "16-bit optimizer states without use_precision_aware_optimizer: megatron-core refuses them"),
         ("inert", leaks, "optimizer.store_param_remainders: its setup() copies fp8_recipe to the optimizer though FP8 is off: whole FP32 main weights are megatron-core's, not FusedAdam's"),

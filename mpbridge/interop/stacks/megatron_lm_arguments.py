@@ -67,7 +67,7 @@ VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType({
     "--megatron-fsdp-main-params-dtype": ("fsdp_main_params", "fp32"), "--megatron-fsdp-main-grads-dtype": ("fsdp_main_grads", "auto"),
     "--megatron-fsdp-grad-comm-dtype": ("fsdp_grad_comm", "auto"), "--data-parallel-sharding-strategy": ("strategy", None),
     "--moe-router-dtype": ("router", None), "--output-logit-dtype": ("logits", None), "--transformer-impl": ("transformer_impl", "transformer_engine"),
-    "--optimizer": ("optimizer", "adam"), "--yaml-cfg": ("yaml", None),
+    "--optimizer": ("optimizer", "adam"), "--optimizer-offload-fraction": ("offload_fraction", 1.0), "--yaml-cfg": ("yaml", None),
     "--hybrid-override-pattern": ("pattern", None), "--hybrid-layer-pattern": ("pattern", None),
 })  # fmt: skip
 SWITCHES: Mapping[str, str] = MappingProxyType({
@@ -75,6 +75,7 @@ SWITCHES: Mapping[str, str] = MappingProxyType({
     "--no-fp8-wgrad": "no_wgrad", "--disable-fp8-wgrad": "no_wgrad", "--fp8-param-gather": "fp8_stored", "--fp4-param-gather": "fp4_stored",
     "--first-last-layers-bf16": "edges", "--reuse-grad-buf-for-mxfp8-param-ag": "reuse", "--fp8-output-proj": "fp8_output_proj",
     "--use-precision-aware-optimizer": "aware", "--use-distributed-optimizer": "distributed",
+    "--optimizer-cpu-offload": "offload",
     "--use-megatron-fsdp": "megatron_fsdp", "--use-custom-fsdp": "megatron_fsdp", "--use-torch-fsdp2": "fsdp2",
     "--fp32-residual-connection": "residual", "--attention-softmax-in-fp32": "softmax", "--apply-query-key-layer-scaling": "scaled_by_layer",
     "--fp16-lm-cross-entropy": "fp16_loss", "--is-hybrid-model": "hybrid",

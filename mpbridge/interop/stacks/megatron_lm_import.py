@@ -17,7 +17,7 @@ from mpbridge.interop.stacks.base import Imported, engine_with
 from mpbridge.interop.stacks.meaning import Sharded, described
 from mpbridge.interop.stacks.megatron_lm_arguments import MODULES_FILE, NAME, Arguments
 from mpbridge.interop.stacks.megatron_modules import rules_of
-from mpbridge.interop.stacks.optimizers import at_ours
+from mpbridge.interop.stacks.optimizers import NO_DTYPES, OFFLOADED, at_ours, host_settings
 from mpbridge.interop.stacks.reading import PRECISION, imported, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.scalings import SCALINGS
@@ -133,6 +133,7 @@ def _states(given: Arguments) -> dict[str, Any]:
     if given.on("aware"):
         fields["use_precision_aware_optimizer"] = True
         fields |= {f"{name}_dtype": given[name] for name in _STATES if name != "main_grads" or given[name] != "fp32"}
+        fields |= OFFLOADED if given.on("offload") else {}
     main, wire, asked = given["fsdp_main_grads"], given["fsdp_grad_comm"], given["fsdp_main_params"]
     if given.on("megatron_fsdp") and wire not in ("auto", main):
         fields["grad_accumulation_dtype"] = given.base if main == "auto" else main
@@ -177,7 +178,8 @@ def _notes(given: Arguments) -> Iterator[tuple[str, Any, str]]:
     alone, moves, stored = "fp8_recipe" in said and fp8 is None, aware and recipe != "delayed", on("fp8_stored")
     fsdp, divided = on("megatron_fsdp"), on("distributed", "megatron_fsdp", "fsdp2")
     narrow = any(given[name] != "fp32" for name in _STATES)
-    local = given["transformer_impl"] == "local"
+    unread = any(given[name] != "fp32" for name in _STATES if name != "main_grads")
+    local, offload = given["transformer_impl"] == "local", on("offload")
     yield from (
         ("inert", alone and not moves, "--fp8-recipe without --fp8-format: nothing is quantized"),
         ("inert", alone and moves, f"--fp8-recipe {recipe} without --fp8-format quantizes nothing, but moves the main weights from FusedAdam to megatron-core"),
@@ -199,6 +201,9 @@ def _notes(given: Arguments) -> Iterator[tuple[str, Any, str]]:
         ("contradicts", aware and given["optimizer"] != "adam",
          f"--use-precision-aware-optimizer with --optimizer {cut(given['optimizer'])}: megatron-core takes only adam"),
         ("contradicts", narrow and not aware, "16-bit optimizer states without --use-precision-aware-optimizer: the parser refuses them"),
+        ("inert", offload and unread, f"--main-params-dtype and --exp-avg-*-dtype with --optimizer-cpu-offload: {NO_DTYPES}"),
+        ("contradicts", offload and not aware, "--optimizer-cpu-offload without --use-precision-aware-optimizer: the parser refuses it"),
+        ("cannot_express", offload, f"--optimizer-cpu-offload: {host_settings(given['offload_fraction'])}"),
         ("contradicts", wide and given["main_grads"] == "bf16", "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32: the parser refuses it"),
         ("contradicts", fp8 and fp4, "--fp8-format and --fp4-format: megatron-core refuses both together"),
         *(("contradicts", given[f"{one}_recipe"] != "custom" and all(row.core != given[f"{one}_recipe"] for row in SCALINGS.values()),
@@ -225,7 +230,7 @@ def _in_force(given: Arguments) -> Iterator[str]:
     read_beside = (
         (("optimizer", "transformer_impl"), True), (_SCALE, on("fp16") and given["loss_scale"] is None),
         (("fp8_recipe",), fp8), (_DELAYED, fp8 and given["fp8_recipe"] == "delayed"), (("fp4_recipe",), given["fp4"] is not None),
-        (("first", "last"), (given["fp8"] or given["fp4"]) and on("edges")), (_STATES, on("aware")), (_WRAPPED, on("megatron_fsdp") and given.dtypes),
+        (("first", "last"), (given["fp8"] or given["fp4"]) and on("edges")), (_STATES, on("aware")), (("offload_fraction",), on("offload")), (_WRAPPED, on("megatron_fsdp") and given.dtypes),
     )  # fmt: skip
     asked = {name for names, applies in read_beside if applies for name in names} - said
     for option, (name, _) in arguments.VALUES.items():

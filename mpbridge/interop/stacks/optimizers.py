@@ -42,6 +42,11 @@ class Optimizer:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OFFLOADED: Mapping[str, Any] = MappingProxyType(
+    {"store_param_remainders": False, "main_params_dtype": "fp32", "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
+)
+"""Fields of a recipe with optimizer_cpu_offload in both Megatrons, whatever else is said (memory.keeps.offloaded)."""
+NO_DTYPES = "HybridDeviceOptimizer is given no dtypes: its main weights and moments are FP32"
 ADAM = Optimizer()
 NOT_SAID = "no optimizer stands in it: moments and bytes are those of Adam"
 _UNKNOWN = "its states are not known here: moments and bytes are those of Adam"
@@ -228,3 +233,8 @@ class Trained:
 
 _READERS = {"lion_": "the Lion beside Muon (muon_scalar_optimizer)", "sgd_": "SGD", "muon_": "Muon", "soap_": "SOAP"}
 """Start of a setting's name -> what reads it, in words."""
+
+
+def host_settings(fraction: Any) -> str:
+    """What a run sets beside the recipe where either Megatron offloads its optimizer."""
+    return f"optimizer.optimizer_cpu_offload=true optimizer.optimizer_offload_fraction={fraction}, which are not fields of a recipe"

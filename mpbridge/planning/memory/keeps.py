@@ -59,7 +59,7 @@ def keeps(
     if trained == FROZEN:
         sharding = engine.sharded("params", distributed=optimizer.distributed, ddp=ddp)
         return MappingProxyType({"params": Holding(dtype=rests, owner="model", sharding=sharding)})
-    if hybrid(engine, optimizer):
+    if offloaded(engine, optimizer):
         states: dict[str, Any] = dict.fromkeys(("main_params", *moments(policy)), DType.FP32)
         policy = replace(policy, remainders=False, **states)
     own = attribute(engine.keeps) if engine.keeps else functools.partial(_usual, engine=engine)
@@ -116,7 +116,7 @@ def _usual(
     updated = rests if main is None else DType.FP32 if main[0] is DType.INT16 else main[0]
     if engine.main_weights != "optimizer":
         # FusedAdam reads a gradient in its own dtype; the hybrid optimizer's main weights have one in theirs
-        decoupled = main is not None and main[1] == "optimizer" and not hybrid(engine, optimizer)
+        decoupled = main is not None and main[1] == "optimizer" and not offloaded(engine, optimizer)
         read = grads if decoupled or main is None else main[0]
         found["main_grads"] = (read, outer if read is grads else "engine", "grads" if read is grads else None)
     for role, dtype in _moments(policy, engine, optimizer, _face(policy, updated)):
@@ -143,7 +143,7 @@ def wires(policy: PrecisionPolicy, *, at_rest: DType | None = None, kept: bool =
     return {"gradients": policy.reduce, "parameters": rests if rests is DType.UINT8 else policy.gather or rests}
 
 
-def hybrid(engine: EngineTraits, optimizer: OptimizerFacts) -> bool:
+def offloaded(engine: EngineTraits, optimizer: OptimizerFacts) -> bool:
     """Whether megatron-core's HybridDeviceOptimizer keeps the states: all in FP32, on either device, since it is given no dtypes.
 
     Source: megatron-core 0.16.1 and d98e8a64, optimizer/__init__.py (param_update_in_fp32=True) and cpu_offloading/hybrid_optimizer.py."""

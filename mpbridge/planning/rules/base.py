@@ -12,7 +12,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import EngineTraits
 from mpbridge.common.versions import Window, at_least
-from mpbridge.planning.memory.keeps import Holding, keeps
+from mpbridge.planning.memory.keeps import Holding, keeps, offloaded
 from mpbridge.precision.config import FUSED
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 
@@ -93,8 +93,15 @@ class Case:
         """Settings that select an optimizer with megatron-core's own states, as a cure."""
         states = {"main_grads_dtype": "main_grads", **FUSED}
         low = [field for field, fact in states.items() if getattr(self.policy, fact) not in (None, DType.FP32)]
-        nulls = (f" mixed_precision.{field}=null" for field in low)
-        return "".join(["mixed_precision.use_precision_aware_optimizer=false", *nulls])
+        also = [f" mixed_precision.{field}=null" for field in low]
+        # offload-needs-precision-aware would send back
+        also += [" optimizer.optimizer_cpu_offload=false"] if self.offloaded else []
+        return "".join(["mixed_precision.use_precision_aware_optimizer=false", *also])
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether megatron-core's HybridDeviceOptimizer keeps the states."""
+        return offloaded(self.traits, self.run.optimizer)
 
     @property
     def scalings(self) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ from mpbridge.common.facts import ADAMS, BESIDE_ADAM, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
-from mpbridge.planning.memory.keeps import fused, hybrid, moments
+from mpbridge.planning.memory.keeps import fused, moments
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, row, warning
 from mpbridge.precision.config import FUSED
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
 _HYBRID = "megatron-core 0.16.1 and d98e8a64: optimizer/__init__.py, cpu_offloading/hybrid_optimizer.py"
+_ON_THE_GPU = "optimizer.optimizer_cpu_offload=false"
+_AWARE_OFFLOAD = "mixed_precision.use_precision_aware_optimizer=true mixed_precision.store_param_remainders=false"
 
 
 def _low_moments(case: Case) -> bool:
@@ -24,27 +26,28 @@ def _unread_states(case: Case) -> str | None:
         return None  # reported by full-16-bit-with-distributed-optimizer: no optimizer setting fixes it
     kept, found = case.kept, []
     # megatron-core rejects 16-bit main gradients without a precision-aware optimizer; with one it reads its own buffers regardless (a warning below)
-    grads = [] if case.aware or not case.core or case.policy.narrow_alone else ["main_grads"]
+    grads = [] if case.aware or case.offloaded or not case.core or case.policy.narrow_alone else ["main_grads"]
     for name in (*FUSED.values(), *grads):
         stated, held = getattr(case.policy, name), kept.get(name)
-        if name == "main_params" and _bf16_beside(case) and not _hybrid(case):
+        if name == "main_params" and _bf16_beside(case) and not case.offloaded:
             continue  # a precision-aware optimizer cannot keep such weights either, see fused-adam-keeps-no-bf16-main-weights
         if stated is None or (held is None and name != "main_params"):
             continue
         is_ = case.policy.params if held is None else DType.FP32 if held.dtype is DType.INT16 else held.dtype
         if is_ is not stated:
             found.append(f"{name}={stated.short} (kept: {is_.short})")
-    keeper = "HybridDeviceOptimizer" if _hybrid(case) else case.run.optimizer.name
+    keeper = "HybridDeviceOptimizer" if case.offloaded else case.run.optimizer.name
     return f"{', '.join(found)} by {keeper} on {case.traits.full_name}" if found else None
 
 
-def _hybrid(case: Case) -> bool:
-    return hybrid(case.traits, case.run.optimizer)
+def _remainders(case: Case) -> bool:
+    """Whether FusedAdam is told to store main weights as remainders. HybridDeviceOptimizer does not read the field."""
+    return bool(case.aware and case.policy.remainders) and not case.offloaded
 
 
 def _bf16_main(case: Case) -> bool:
     held = case.kept.get("main_params")
-    return (_bf16_beside(case) and not _hybrid(case)) or (
+    return (_bf16_beside(case) and not case.offloaded) or (
         held is not None and held.owner == "optimizer" and held.dtype is DType.BF16
     )
 
@@ -123,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     row("states-need-precision-aware", _unread_states,
         "FP32 states, or a precision-aware optimizer",
         "mixed_precision.use_precision_aware_optimizer=true", _CONFIG,
-        when=lambda c: not _hybrid(c)),
+        when=lambda c: not c.offloaded),
     row("fused-adam-keeps-no-bf16-main-weights", "main_params_dtype=bf16 kept by FusedAdam",
         "fp32 or fp16 main weights, or no precision-aware optimizer and 16-bit parameters that serve as their own main weights",
         "mixed_precision.main_params_dtype=fp32", "Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",
@@ -139,11 +142,11 @@ RULES: tuple[Rule, ...] = (
     warning("precision-aware-does-nothing", _pointless,
         "states below FP32: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
         "mixed_precision.use_precision_aware_optimizer=false, or bf16 moments", f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-        about="fp8", when=lambda c: c.core and c.aware and not _hybrid(c) and not _low_moments(c)),
+        about="fp8", when=lambda c: c.core and c.aware and not c.offloaded and not _low_moments(c)),
     row("fp8-recipe-leaks-into-the-optimizer", lambda c: f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off",
         "null: with any other value megatron-core ignores the precision-aware optimizer and keeps FP32 main weights",
         "optimizer.fp8_recipe=null", f"{_CONFIG}; Megatron-Bridge#2764",
-        about="aware", when=lambda c: c.aware and c.policy.fp8 is None and c.opt("fp8_recipe") not in (None, "delayed")),
+        about="aware", when=lambda c: c.aware and not c.offloaded and c.policy.fp8 is None and c.opt("fp8_recipe") not in (None, "delayed")),
     warning("main-gradients-that-nothing-reads", _unread_grads,
         "the dtype that the optimizer reads: megatron-core only validates the field, then passes its own buffers, cast to FP32 if it keeps FP32 main weights itself",
         "mixed_precision.grad_reduce_in_fp32=false, or drop main_grads_dtype", "megatron-core 0.16.1: main_grads_dtype is read in optimizer_config.py only"),
@@ -151,18 +154,18 @@ RULES: tuple[Rule, ...] = (
         lambda c: f"store_param_remainders=true with {(c.policy.main_params or DType.FP32).short} main weights of {c.policy.params.short} parameters",
         "a precision-aware optimizer with FP32 main weights of BF16 parameters: remainders are the other half of the FP32 bits",
         "mixed_precision.store_param_remainders=false", "Transformer Engine 2.11 pytorch/optimizers/fused_adam.py initialize_state",
-        about="aware", when=lambda c: c.aware and c.policy.remainders and (c.policy.main_params not in (None, DType.FP32) or c.policy.params is not DType.BF16)),
+        about="aware", when=lambda c: _remainders(c) and (c.policy.main_params not in (None, DType.FP32) or c.policy.params is not DType.BF16)),
     row("remainders-of-fp8-weights", "16-bit remainders as the main weights of FP8 weights under delayed scaling",
         "full FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and an 8-bit code is not the upper half of an FP32 number",
         f"mixed_precision.store_param_remainders=false, or {PLAIN_WEIGHTS}",
         "Transformer Engine 2.11 to 2.20: pytorch/optimizers/fused_adam.py step, common/multi_tensor/adam.cu multi_tensor_adam_fp8_cuda",
         about="aware fp8",
-        when=lambda c: c.aware and c.core and c.policy.remainders and c.policy.main_params in (None, DType.FP32) and (fp8 := c.policy.fp8) and fp8.row.history and fp8.stored,
+        when=lambda c: _remainders(c) and c.core and c.policy.main_params in (None, DType.FP32) and (fp8 := c.policy.fp8) and fp8.row.history and fp8.stored,
         emulated="silent"),
     warning("remainders-need-newer-engine", "store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}",
         "2.1 or later: with earlier versions megatron-core turns remainders off, which costs two more bytes per parameter",
         "upgrade Transformer Engine, or mixed_precision.store_param_remainders=false", _CONFIG,
-        about="aware", when=lambda c: c.aware and c.policy.remainders and c.te_before("2.1")),
+        about="aware", when=lambda c: _remainders(c) and c.te_before("2.1")),
     # megatron-core's engine alone: the sharded ones do not keep the copy
     warning("duplicate-main-weights", "FP32 parameters with a FusedAdam that keeps FP32 main weights",
         "one of them: the FP32 branch never reads the copy, which wastes four bytes per parameter",
@@ -170,26 +173,32 @@ RULES: tuple[Rule, ...] = (
         about="fp32_storage", when=lambda c: c.core and c.aware and c.policy.params is DType.FP32 and c.policy.main_params is DType.FP32,
         cure_here=lambda c: c.plain_states),
     row("offload-needs-precision-aware", "optimizer_cpu_offload without use_precision_aware_optimizer",
-        "both",
-        "mixed_precision.use_precision_aware_optimizer=true mixed_precision.store_param_remainders=false", ARGUMENTS,
-        when=lambda c: _hybrid(c) and not c.aware),
+        "both, or neither",
+        f"{_AWARE_OFFLOAD}, or {_ON_THE_GPU}", ARGUMENTS,
+        when=lambda c: c.offloaded and not c.aware,
+        cure_here=lambda c: _ON_THE_GPU if c.policy.narrow_alone or c.run.optimizer.name not in ADAMS else f"{_AWARE_OFFLOAD}, or {_ON_THE_GPU}"),
+    warning("offload-moves-nothing", "optimizer_cpu_offload with optimizer_offload_fraction=0.0",
+        "a fraction above 0: megatron-core's class has 0.0 by default (Megatron-LM's command line has 1.0), and every state stays on the GPU, in FP32",
+        f"optimizer.optimizer_offload_fraction=1.0, or {_ON_THE_GPU}",
+        "megatron-core 0.16.1 and d98e8a64: optimizer_config.py; Megatron-LM training/arguments.py --optimizer-offload-fraction (d98e8a64)",
+        when=lambda c: c.offloaded and c.run.optimizer.resident == 1),
     row("offload-on-a-sharded-engine", "optimizer_cpu_offload on {c.traits.full_name}",
-        "engine mcore: this engine keeps its states on the GPU, whatever the field says",
-        "optimizer.optimizer_cpu_offload=false", "mpbridge/backend/engines/shard_optimizer.py",
+        "engine mcore: mpbridge keeps states of sharded engines on the GPU, whatever the field says, and megatron-core cannot pin the shards of Megatron-FSDP",
+        _ON_THE_GPU, "mpbridge/backend/engines/shard_optimizer.py; Megatron-LM#1986, hybrid_optimizer.py _get_sub_optimizer_param_groups (0.16.1, d98e8a64)",
         when=lambda c: c.run.optimizer.cpu_offload and c.traits.main_weights in ("optimizer", "wrapper")),
     row("offload-keeps-fp32-states", _unread_states,
         "FP32 main weights and moments: megatron-core passes HybridDeviceOptimizer no state dtypes",
-        "mixed_precision.main_params_dtype=fp32 mixed_precision.exp_avg_dtype=fp32 mixed_precision.exp_avg_sq_dtype=fp32, or optimizer.optimizer_cpu_offload=false",
-        _HYBRID, when=_hybrid),
+        f"mixed_precision.main_params_dtype=fp32 mixed_precision.exp_avg_dtype=fp32 mixed_precision.exp_avg_sq_dtype=fp32, or {_ON_THE_GPU}",
+        _HYBRID, when=lambda c: c.offloaded),
     warning("offload-stores-no-remainders", "store_param_remainders=true with optimizer_cpu_offload",
         "full FP32 main weights, two more bytes per parameter than 16-bit remainders: HybridDeviceOptimizer does not read the field",
         "mixed_precision.store_param_remainders=false", _HYBRID,
-        when=lambda c: _hybrid(c) and c.aware and c.policy.remainders and c.policy.main_params in (None, DType.FP32) and c.policy.params is DType.BF16),
+        when=lambda c: c.offloaded and c.aware and c.policy.remainders),
     row("offload-with-fp32-parameters", "optimizer_cpu_offload with FP32 parameters",
         "16-bit parameters: HybridDeviceOptimizer takes no views that require gradients, and the distributed optimizer detaches those of 16-bit parameters only",
-        "optimizer.optimizer_cpu_offload=false, or 16-bit parameters without keep_fp32",
+        f"{_ON_THE_GPU}, or 16-bit parameters without keep_fp32",
         "megatron-core 0.16.1 and d98e8a64: distrib_optimizer.py _build_model_and_main_param_groups; torch.optim.Optimizer.add_param_group",
-        when=lambda c: _hybrid(c) and c.run.optimizer.distributed and (c.policy.params is DType.FP32 or c.policy.keep_fp32)),
+        when=lambda c: c.offloaded and c.run.optimizer.distributed and (c.policy.params is DType.FP32 or c.policy.keep_fp32)),
     row("offload-with-stored-weights", lambda c: f"optimizer_cpu_offload with stored {c.stored[0].scaling} weights",
         "delayed scaling, or weights stored in 16 bits",
         PLAIN_WEIGHTS, f"{ARGUMENTS}; Megatron-LM#2788",

@@ -124,6 +124,14 @@ ROWS: list[tuple[str, ...]] = [
     (LM, "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer", "in_force: --exp-avg-dtype fp32", "in_force: --main-params-dtype fp32", "!contradicts", "recipe=bf16_mixed, use_precision_aware_optimizer=true", "!apart"),
     (LM, "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype fp8", "recipe=bf16_mixed, exp_avg_dtype=uint8", "!apart"),
     (LM, "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "recipe=bf16_mixed_bf16_moments", "!apart"),
+    # HybridDeviceOptimizer is given no dtypes, and the parser's fraction is not that of megatron-core's class
+    (LM, "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer-cpu-offload", "exp_avg=fp32", "main=fp32", "remainders=false",
+     "inert: --exp-avg-*-dtype & HybridDeviceOptimizer", "in_force: --optimizer-offload-fraction 1", "cannot_express: optimizer_offload_fraction=1.0", "!contradicts"),
+    (LM, "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5", "remainders=false", "!inert",
+     "cannot_express: optimizer_offload_fraction=0.5", "!in_force: --optimizer-offload-fraction"),
+    (LM, "--bf16 --use-distributed-optimizer --optimizer-cpu-offload", "contradicts: without --use-precision-aware-optimizer", "main=fp32"),
+    (MB, "{mixed_precision: bf16_mixed, optimizer: {use_precision_aware_optimizer: true, exp_avg_dtype: torch.bfloat16, optimizer_cpu_offload: true}}", "exp_avg=fp32", "main=fp32", "remainders=false",
+     "inert: 16-bit optimizer states & HybridDeviceOptimizer", "!inert: copies fp8_recipe", "cannot_express: optimizer_offload_fraction=0.0"),
     # Transformer Engine's recipe state takes E5M2 for the backward quantizers of a hybrid format, with blocks of 32 too
     (LM, "--bf16 --fp8-format hybrid --fp8-recipe mxfp8", "contradicts: E5M2", "quantization~hybrid", "recipe=bf16_with_mxfp8_mixed, fp8=hybrid, fp8_param_gather=false, reuse_grad_buf_for_mxfp8_param_ag=false", "!apart"),
     (LM, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "recipe=bf16_with_fp8_subchannel_scaling_mixed, fp8=e4m3", "!apart"),

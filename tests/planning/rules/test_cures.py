@@ -11,7 +11,7 @@ import yaml
 from mpbridge.common.facts import OptimizerFacts
 from mpbridge.common.traits import traits
 from mpbridge.planning.rules.table import broken, rules
-from tests.planning.rules.test_rules import LORA, OVERLAP, SHAPE, TABLE, case, ids, machine
+from tests.planning.rules.test_rules import AWARE, LORA, OVERLAP, SHAPE, TABLE, case, ids, machine, opt, te
 
 SETTING = re.compile(r"(?:(mixed_precision|model|optimizer|ddp|parallel)\.)?(\w+)=(\S+)")
 SIZES = {
@@ -39,6 +39,9 @@ CIRCLES = {
         "recipe": "mxfp8", "machine": machine("b200"), "ddp": OVERLAP,
         "config": {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
     },
+    "offloaded states": {"optimizer": opt(cpu_offload=True)},
+    "offloaded states of parameters alone": {"recipe": "full_bf16", "optimizer": OptimizerFacts(cpu_offload=True)},
+    "offloaded states of sgd": {"optimizer": OptimizerFacts(cpu_offload=True, name="sgd")},
     "fp32 storage under pipelines": {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(), "parallel": TABLE["sharded-engines-do-data-parallelism"][0]["parallel"]},
 }  # fmt: skip
 
@@ -98,6 +101,17 @@ def alternatives(cure):
     return found
 
 
+OFFLOADED = {
+    "fp8": {"recipe": "fp8_cs"},
+    "fp8 beside 16-bit moments": {"recipe": "fp8_cs", "config": {"exp_avg_dtype": "bf16"}},
+    "fp8 stored": {"recipe": "fp8_ds"},
+    "fp32": {"recipe": "fp32"},
+    "fp16 main weights": {"config": {"main_params_dtype": "fp16"}},
+    "bf16 main weights beside fp8": {"recipe": "fp8_cs", "config": {"main_params_dtype": "bf16"}},
+    "before remainders": {"versions": te("2.0")},
+    "fp8_recipe without fp8": {"settings": {"fp8_recipe": "tensorwise"}},
+}
+"""Precision-aware runs with optimizer_cpu_offload."""
 CURED = [rule.id for rule in rules() if rule.cure_here is not None or alternatives(rule.cure)]
 """Rules with a cure that is settings."""
 
@@ -115,3 +129,27 @@ def test_every_cure_cures(name):
                 assert violation.rule not in ids(after), (violation, settings)
                 new = [v for v in after if v.severity == "error" and v.rule not in ids(before)]
                 assert not new, (str(violation), settings, [str(v) for v in new])
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_no_cure_for_an_offloaded_optimizer_undoes_what_offload_needs(name):
+    one = dict(OFFLOADED[name])
+    held = opt(cpu_offload=True, settings=one.pop("settings", {}))
+    one |= {"config": AWARE | one.get("config", {}), "optimizer": held}
+    before = broken(*case(**one))
+    assert before
+    for violation in before:
+        for settings in alternatives(violation.cure):
+            after = broken(*case(**applied(one, settings)))
+            assert violation.rule not in ids(after), (str(violation), settings)
+            # a rule of FusedAdam's may speak once FusedAdam keeps the states; none of offload may
+            new = {rule for rule in ids(after) - ids(before) if rule.startswith("offload-")}
+            assert not new, (str(violation), settings, new)
+    # what FusedAdam cannot do is no fault of HybridDeviceOptimizer
+    beside = {
+        "remainders-of-fp8-weights",
+        "remainders-need-newer-engine",
+        "fp8-recipe-leaks-into-the-optimizer",
+        "fused-adam-keeps-no-bf16-main-weights",
+    }
+    assert not beside & set(ids(before))

@@ -188,6 +188,8 @@ TABLE = {
         {"optimizer": opt(), "config": AWARE | {"exp_avg_sq_dtype": "bf16"}}),
     "offload-stores-no-remainders": ({"optimizer": opt(cpu_offload=True), "config": AWARE},
         {"optimizer": opt(cpu_offload=True), "config": AWARE | {"store_param_remainders": False}}),
+    "offload-moves-nothing": ({"optimizer": opt(cpu_offload=True), "config": AWARE},
+        {"optimizer": opt(cpu_offload=True, settings={"optimizer_offload_fraction": 0.5}), "config": AWARE}),
     "offload-with-fp32-parameters": ({"optimizer": opt(cpu_offload=True), "config": AWARE | {"keep_fp32": ["*layernorm*"]}},
         {"optimizer": opt(), "config": AWARE | {"keep_fp32": ["*layernorm*"]}}),
     "offload-with-stored-weights": ({"recipe": "fp8_cs", "config": AWARE, "optimizer": opt(cpu_offload=True)},
