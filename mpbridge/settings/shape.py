@@ -144,6 +144,8 @@ def _experts(model: Mapping[str, Any]) -> _Rows:
         (model["moe_apply_probs_on_input"] and topk != 1, f"model.moe_apply_probs_on_input needs model.moe_router_topk=1, found {topk}"),
         _by_layer(model, "moe_layer_freq"),
         (isinstance(every, int) and every < 1, f"model.moe_layer_freq={every}: expected at least 1 (every layer is a mixture of experts)"),
+        (isinstance(every, list) and not {0, 1}.issuperset(every),
+         f"model.moe_layer_freq={every}: expected 1 for each layer that is a mixture of experts, and 0 for each other"),
     )  # fmt: skip
 
 

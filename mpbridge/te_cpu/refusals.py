@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.played import KERNELS, kernel, now
 
-# --- public names of torch.cuda and torch.accelerator: the others are played, or torch's own ----------------------------------------------
+# --- the public names of torch.cuda and torch.accelerator that are refused; the others are played, or torch's own --------------------------
 _MEMORY = "there is no memory of a GPU to allocate from"
 _BOARD = "it reads a sensor of a real board"
 _POINTER = "it is a pointer into CUDA's runtime"

@@ -129,6 +129,7 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         ({"model": {"kv_channels": 7, "position_embedding_type": "rope"}}, 1, "a head has 7"),
         ({"model": {"num_moe_experts": 2, "moe_router_topk": 4}}, 1, "moe_router_topk=4 experts per token"),
         ({"model": {"num_moe_experts": 2, "moe_layer_freq": [1]}}, 1, "1 entries for 4 layers"),
+        ({"model": {"num_moe_experts": 2, "moe_layer_freq": [0, 1, 2, 1]}}, 1, "1, 2, 1]: expected 1 for each"),
         ({"model": {"window_size": [7, 0], "window_attn_skip_freq": []}}, 1, "0 entries for 4 layers"),
         ({"data": {"seq_length": 64}}, 1, "above model.max_sequence_length=32"),
         ({"data": {"tokenizer": "x:y"}}, 1, "model.vocab_size is missing"),

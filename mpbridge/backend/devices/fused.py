@@ -70,7 +70,7 @@ class BlockedAttention(torch.autograd.Function):
             scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
             if not before:
                 scores.mul_(scale)
-            # behind the scale, which need not be positive
+            # after the scale, which need not be positive: a negative one would turn minus infinity around, and zero would make it NaN
             scores[:, :, start:end] += mask[: end - start, : end - start]
             # torch's softmax of 16-bit scores computes in FP32 and rounds the result
             kept.append(torch.softmax(scores, -1))

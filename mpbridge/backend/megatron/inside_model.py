@@ -96,7 +96,10 @@ def made_of(provider: Any) -> Iterator[None]:
             spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         return spec
 
-    own = (gpt_layer_specs, "LocalSpecProvider", lambda: provider), (gpt_layer_specs, layer.__name__, named)
+    own = (
+        (gpt_layer_specs, "LocalSpecProvider", lambda: provider),
+        (gpt_layer_specs, "get_gpt_layer_local_spec", named),
+    )
     with nullcontext() if provider is None else replaced(*own):
         yield
 

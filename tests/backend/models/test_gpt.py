@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from mpbridge.backend.engines.mcore import McoreEngine
 from mpbridge.backend.engines.registry import build_engine, engine_class
+from mpbridge.backend.megatron.inside_model import made_of
 from mpbridge.backend.models.gpt import fp32_modules
 from mpbridge.common.errors import BadValue, Refused, UpstreamRefused
 from mpbridge.common.machines import machine
@@ -130,6 +131,28 @@ def test_a_backend_replaces_every_linear_of_every_layer(layer: None) -> None:
         modules = engine.model[0].named_modules()
         assert {type(one) for name, one in modules if "layers." in name and "linear" in name} == {Column, Row}
         engine.close()
+
+
+def test_checkpoints_name_norms_as_transformer_engines_modules_do(build: Any) -> None:
+    """Those fuse the norm before a dense MLP into its first linear, and none before experts."""
+    model = build("bf16", model={"num_moe_experts": 2, "moe_layer_freq": [0, 1]}).model[0].module.module
+    keys = {getattr(one, "key", "") for one in model.sharded_state_dict().values()}
+    found = {key.removeprefix("decoder.layers.") for key in keys if "norm" in key and key.endswith("weight")}
+    attention = "self_attention.linear_qkv.layer_norm_weight"
+    dense = {f"0.{attention}", "0.mlp.linear_fc1.layer_norm_weight"}
+    experts = {f"1.{attention}", "1.pre_mlp_layernorm.weight"}
+    assert found == dense | experts | {"decoder.final_layernorm.weight"}
+
+
+def test_megatron_cores_own_specifications_are_as_they_were_after_a_build_and_after_a_failure(build: Any) -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    before = dict(vars(gpt_layer_specs))
+    build("bf16", model={"mtp_num_layers": 1})
+    assert vars(gpt_layer_specs) == before
+    with pytest.raises(AttributeError, match="layer_norm"), made_of(object()):
+        gpt_layer_specs.get_gpt_layer_local_spec()
+    assert vars(gpt_layer_specs) == before
 
 
 def test_logits_come_in_the_dtype_that_the_policy_says(build: Any) -> None:
