@@ -105,11 +105,11 @@ def left_batches(made: Run) -> list[str]:
     return [name for name, follows in left.items() if follows]
 
 
-def reference(made: Run, where: TargetMachine) -> Run:
-    """bf16_mixed in the same layout on the target, training what the first stage trains. Raises MpbridgeError if it is not valid there."""
+def reference(made: Run, where: TargetMachine, *, stage: int = 0) -> Run:
+    """bf16_mixed in the same layout on the target, training what that stage trains. Raises MpbridgeError if it is not valid there."""
     given: Any = made.container.mixed_precision
-    first = given[0] if is_list(given) else given
-    changes = {"mixed_precision": with_recipe(first, REFERENCE), "engine": made.engine}
+    one = given[stage] if is_list(given) else given
+    changes = {"mixed_precision": with_recipe(one, REFERENCE), "engine": made.engine}
     return on_target(made.container, made.world_size, where, **changes, emulate=False, target=None, te=None)
 
 

@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
     where, made = asked(args)
     outlook = where.outlook(made)
     mine = outlook.memory  # refuses what no rank could hold, whichever is asked for
-    if outlook.stages:  # the table is of the one that decides whether it fits
-        made = made.at(outlook.stages.index(outlook.fullest))
+    stage = outlook.stages.index(outlook.fullest) if outlook.stages else 0
+    made = made.by_stage()[stage]  # the table is of the one that decides whether it fits
     facts = outlook.fullest.facts
     mine = mine if args.rank is None else memory(made.policy, facts, rank=args.rank)
-    plain = reference(made, where)
+    plain = reference(made, where, stage=stage)
     other = memory(plain.policy, where.facts(plain.facts), rank=mine.rank)
     pipeline = facts.parallel.pipeline
     firsts = range(0, facts.parallel.world_size, facts.parallel.world_size // pipeline) if args.stages else ()

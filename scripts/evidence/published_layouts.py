@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from published import FITTED, UNUSUAL, run_of, timed
 
-from mpbridge.cli.layouts import alone
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.layouts import Layout, search
 from mpbridge.planning.estimate.predict import estimate
 from mpbridge.planning.memory.by_role import memory, verdict
+from mpbridge.planning.memory.layers import unsplit
 
 FIRST, NEAR = 3, 0.03
 
@@ -64,7 +64,9 @@ def main() -> None:
         machine = run.facts.machine
         here = estimate(run.policy, run.facts).seconds
         held = memory(run.policy, run.facts)
-        found = search(run.policy, replace(alone(run.facts, row["gpus"])), machine, most=FIRST)
+        ones = dict.fromkeys(("tensor", "pipeline", "context", "expert"), 1)
+        whole = replace(run.facts.parallel, world_size=row["gpus"], virtual_pipeline=None, **ones)
+        found = search(run.policy, unsplit(run.facts, whole), machine, most=FIRST)
         good = [
             one
             for one in found

@@ -96,7 +96,7 @@ def test_every_verb_compares_with_the_same_frozen_base(ask, tmp_path):
     assert then["fit"]["needed"] == other["fit"]["needed"]
 
 
-def test_stages_that_freeze_differently_are_compared_with_the_first_ones_frozen_base(ask, tmp_path):
+def test_stages_that_freeze_differently_are_compared_with_what_the_fullest_one_trains(ask, tmp_path):
     path = tmp_path / "stages.yaml"
     stages = "[{recipe: fp8_blockwise, frozen: ['*'], until: 50%}, {recipe: bf16_mixed}]"
     path.write_text(

@@ -224,8 +224,7 @@ _OPTIONS = (
 """Option of a scaling, the attribute of Transformer Engine's quantizers, and the operands that have it."""
 _ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
 """transformer_engine_torch.DType -> a key of formats.FORMATS."""
-_QUANTIZERS = {"IdentityQuantizer": HIGH, "Float8Quantizer": "delayed"}
-_QUANTIZERS |= {row.quantizer: row.name for row in SCALINGS.values() if row.quantizer}
+_QUANTIZERS = {"IdentityQuantizer": HIGH} | {row.quantizer: row.name for row in SCALINGS.values() if row.quantizer}
 """Class of Transformer Engine's quantizers -> its scaling."""
 
 

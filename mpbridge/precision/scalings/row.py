@@ -187,9 +187,9 @@ class Scaling:
     """Legal dtypes of the surrounding computation."""
     options: tuple[Option, ...] = ()
     quantizer: str = ""
-    """Class of Transformer Engine's quantizers that one linear may mix with those of other scalings (hybrid quantizers, since 2.19)."""
+    """Class of Transformer Engine's quantizers that write it."""
     made_by: str = ""
-    """What makes one: its function in Transformer Engine's pytorch/custom_recipes/quantizer_factories.py."""
+    """What makes one that a linear may mix with those of other scalings (hybrid quantizers, since 2.19): its function in Transformer Engine's pytorch/custom_recipes/quantizer_factories.py."""
     entry: str | None = None
     """bf16_with_<entry>_mixed is its plain recipe."""
     substitutes: tuple[str, ...] = ()

@@ -69,7 +69,7 @@ ROWS: tuple[Scaling, ...] = (
         name="delayed", words="FP8 with delayed scaling", formats=_FP8, blocks=(_WHOLE, _WHOLE), history=True, stored=_FLOAT8,
         hardware=Hardware(low=(8, 9), engine="1.0", source=f"{_CHECKS} check_fp8_support"),
         sizes=_PER_TENSOR, emulation="history", recipes=(("1.0", "DelayedScaling"),), core="delayed", attention=("dot_product", "multi_head"),
-        entry="fp8_delayed_scaling", substitutes=("tensorwise",), preference=3,
+        quantizer="Float8Quantizer", entry="fp8_delayed_scaling", substitutes=("tensorwise",), preference=3,
     ),
     Scaling(
         name="blockwise", words="FP8 with blockwise scaling", formats=_FP8,
