@@ -128,11 +128,13 @@ def test_a_rehearsal_that_a_signal_ends_is_interrupted_and_judges_no_part(
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron_fsdp"])
-def test_gradients_decide_on_every_engine(engine: str, tmp_path: Path, corpus: list[str]) -> None:
+def test_gradients_decide_on_every_engine(
+    engine: str, tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"extends: {CURRENT}\nfp8_param_gather: false\n")
     rest = ["--steps", "1", "--out", str(tmp_path / "out"), *TINY, *corpus, f"engine={engine}"]
-    assert main(["rehearse", "--recipes", str(recipe), *rest]) == 0
+    assert main(["rehearse", "--recipes", str(recipe), *rest]) == 0, capsys.readouterr().out
     (found,) = json.loads((tmp_path / "out" / "report.json").read_text())["recipes"]
     assert 0.001 < found["measured"]["gradient"]["error"] < 0.3
     assert len(found["measured"]["products"]) == found["quantized"] == 4
