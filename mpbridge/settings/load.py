@@ -90,8 +90,9 @@ class ConfigLayers:
         except Contradiction as error:
             self.faults += [f"{fault} (from {source})" for fault in error.faults]
             keeps = {}
-        places = {name: (f"mixed_precision.{name}", "mixed_precision.recipe", "mixed_precision") for name in keeps}
-        origins = {name: next(self.origin[one] for one in ways if one in self.origin) for name, ways in places.items()}
+        # the nearest place that has one wins; what is not a single value, which is reported later, has none
+        places = {name: ("mixed_precision", "mixed_precision.recipe", f"mixed_precision.{name}") for name in keeps}
+        origins = {name: self.origin[one] for name, ways in places.items() for one in ways if one in self.origin}
         if gone := ", ".join(dropped(precision, below)):
             old = f"recipe {below['recipe']}" if "recipe" in below else "the setting"
             new = "a list of stages" if is_list(precision) else f"recipe {precision['recipe']}"

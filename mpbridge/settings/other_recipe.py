@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import Contradiction, MpbridgeError, cut
@@ -28,7 +29,7 @@ def with_recipe(precision: Any, name: str) -> Any:
 def said_of_kept(part: Any) -> dict[str, Any]:
     """What one stage says of KEPT, in its own fields or by its recipe. No function is called for it, since it may be a stranger's code."""
     said = part.as_data() if isinstance(part, MixedPrecisionConfig) else part
-    said = {"recipe": said} if isinstance(said, str) else said if isinstance(said, Mapping) else {}
+    said = {"recipe": said} if isinstance(said, (str, Path)) else said if isinstance(said, Mapping) else {}
     if said.get("recipe") is not None:
         with contextlib.suppress(MpbridgeError, OSError):  # the recipe's use says what is wrong with it
             said = {**get_mixed_precision_config(str(said["recipe"]), code=False).as_data(), **said}
@@ -55,11 +56,11 @@ def carried(precision: Any, more: Mapping[str, Any]) -> Any:
     """A mixed_precision setting with `more`, of which each stage keeps what it says itself."""
     if is_list(precision):
         return [carried(part, more) for part in precision]
-    if not more or not isinstance(precision, (str, Mapping)):
+    if not more or not isinstance(precision, (str, Path, Mapping)):
         return precision
     said = said_of_kept(precision)
     new = {name: value for name, value in more.items() if name not in said}
-    return ({"recipe": precision} if isinstance(precision, str) else dict(precision)) | new if new else precision
+    return (dict(precision) if isinstance(precision, Mapping) else {"recipe": precision}) | new if new else precision
 
 
 def renames(precision: Any, below: Any) -> bool:

@@ -129,6 +129,14 @@ def test_layouts_of_a_schedule_do_not_need_the_places_of_its_layers(ask):
     assert "model.num_layers_in_first_pipeline_stage=null" in bound[0]["changes"]
 
 
+def test_layouts_of_stages_that_do_not_follow_each_other_say_so(ask):
+    words = schedule("bf16_mixed", 'recipe: bf16_mixed, frozen: ["embedding.*"]'), *H100, "--world-size", "8"
+    found = ask("layouts", *words)
+    assert found["layouts"] == []
+    (why,) = found["refused"]
+    assert "from stage 1 to 2 (bf16_mixed -> bf16_mixed): other parameters are trained" in why
+
+
 def test_a_checkpoint_of_any_stage_needs_no_consent():
     list_, *alone = (
         ConfigContainer.load("configs/gpt_tiny.yaml", [f"mixed_precision={one}", "train.train_iters=4"]).resolved()

@@ -9,7 +9,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import register, unregister
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.load import COMMAND_LINE, dotted, read
-from mpbridge.settings.other_recipe import with_recipe
+from mpbridge.settings.other_recipe import carried, with_recipe
 
 
 @pytest.fixture
@@ -83,6 +83,14 @@ def test_stages_that_freeze_differently_have_nothing_that_another_recipe_could_k
     assert "{recipe: NAME, frozen: VALUE}" in frozen
 
 
+@pytest.mark.parametrize("wrong", ["frozen: {}", "frozen: {a: 1}", "lora_dtype: {a: 1}"])
+def test_what_another_recipe_would_keep_but_cannot_be_read_is_reported(file, wrong):
+    path = file(f"mixed_precision: {{{wrong}}}\n")
+    for other in ("bf16_mixed", "[{recipe: bf16_mixed, until: 50%}, fp32]"):
+        with pytest.raises(Contradiction, match=wrong.partition(":")[0]):
+            loaded(path, f"mixed_precision={other}")
+
+
 def test_a_stage_that_freezes_nothing_on_purpose_is_like_one_that_says_nothing(file):
     path = file("mixed_precision: [{recipe: fp8_cs, until: 90%, frozen: []}, bf16_mixed]\n")
     assert loaded(path, "mixed_precision=fp32").mixed_precision == {"recipe": "fp32", "frozen": []}
@@ -103,6 +111,13 @@ def test_what_a_recipe_freezes_stays_as_what_its_run_does(file, tmp_path):
     other = str(tmp_path / "other.yaml")
     assert loaded(path, f"mixed_precision={other}").mixed_precision == {"recipe": other, "lora_dtype": "fp32"}
     assert with_recipe("fp8_cs", "fp32") == "fp32"
+    mine = tmp_path / "mine.yaml"
+    for given in (mine, {"recipe": mine}, [{"recipe": mine, "until": 2}, mine]):
+        assert with_recipe(given, "fp32") == {"recipe": "fp32", "frozen": ["*"], "lora_dtype": "fp32"}
+    assert carried([mine, tmp_path / "other.yaml"], {"frozen": ["y"]}) == [mine, tmp_path / "other.yaml"]
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("extends: fp8_cs\n")
+    assert carried(plain, {"frozen": ["y"]}) == {"recipe": plain, "frozen": ["y"]}
     register(lambda: MixedPrecisionConfig(bf16=True, frozen=("x",)), name="freezes")
     try:
         assert with_recipe("freezes", "fp32") == {"recipe": "fp32", "frozen": ["x"]}
