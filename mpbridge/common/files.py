@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import stat
 import threading
 import time
@@ -321,3 +322,34 @@ def _opened_once(path: Path, *, wait: bool) -> IO[str]:
             if not wait or _takers[other] is threading.current_thread():
                 raise Locked(other)
         time.sleep(0.1)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a small text file atomically: readers see either the old or the new one."""
+    partial = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    try:
+        with partial.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(file.parent)
+
+
+def drop_partials(file: Path) -> None:
+    """Removes what a `write_whole` of that file left behind when it was killed."""
+    for left in file.parent.glob(f".{file.name}-{'[0-9a-f]' * 8}"):
+        if left.is_file():
+            left.unlink()
+
+
+def sync(directory: Path) -> None:
+    """Makes the names in a folder survive a power failure, where its file system supports that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

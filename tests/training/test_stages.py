@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mpbridge.common.errors import Contradiction, Refused
+from mpbridge.common.files import write_whole
 from mpbridge.common.report.metrics import EVENTS
 from mpbridge.planning.rules.table import require_here
 from mpbridge.training import checkpointer
@@ -165,7 +166,7 @@ def test_a_rollback_past_a_switch_in_the_step_that_ends_the_run_keeps_the_place_
 def test_a_schedule_begins_with_the_weights_of_another_program(tmp_path):
     go(run("fp32", iters=2, checkpoint={"save": str(tmp_path)}))
     place = store.locate(tmp_path)
-    store.write_whole(place / store.MANIFEST, json.dumps(store.read_manifest(place) | {"foreign": True}))
+    write_whole(place / store.MANIFEST, json.dumps(store.read_manifest(place) | {"foreign": True}))
     stages = [{"recipe": "fp32", "until": 1}, {"recipe": "bf16_mixed"}]
     watch = go(run(stages, iters=2, checkpoint={"load": str(place), "reset_optimizer": True}))
     assert watch.recipes == ["fp32", "bf16_mixed"]

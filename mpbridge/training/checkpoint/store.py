@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import Locked, folder_for, is_at, lock, opened_inside, read_json
+from mpbridge.common.files import Locked, folder_for, is_at, lock, opened_inside, read_json, sync, write_whole
 from mpbridge.training.checkpoint.format import METADATA
 
 MANIFEST = "manifest.json"
@@ -226,13 +226,13 @@ def seal(
     facts = {"schema": SCHEMA, "step": step, "audit": audit, "files": entries} | ({"foreign": True} if foreign else {})
     write_whole(partial / MANIFEST, _text(facts))
     for directory in {partial, *(file.parent for file in files)}:
-        _sync(directory)
+        sync(directory)
     folder, final = partial.parent, partial.parent / name_of(step)
     old: Path | None = partial  # the same step saved again, after a rollback: a kill leaves one of the two
     if not _exchanged(partial, final):
         old = _away(final, ".replaced-") if os.path.lexists(final) else None
         partial.rename(final)
-    _sync(folder)
+    sync(folder)
     write_whole(folder / LATEST, final.name + "\n")
     if old is not None:
         discard(old if old == partial else _away(old))
@@ -290,27 +290,6 @@ def _sound(path: Path) -> bool:
         faults = (_fault(path, *item) for item in manifest["files"].items())
         return manifest.get("audit") != "suspect" and not any(faults)
     return False
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Writes a small text file atomically: readers see either the old or the new one."""
-    partial = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
-    try:
-        with partial.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-    _sync(file.parent)
-
-
-def drop_partials(file: Path) -> None:
-    """Removes what a `write_whole` of that file left behind when it was killed."""
-    for left in file.parent.glob(f".{file.name}-{'[0-9a-f]' * 8}"):
-        if left.is_file():
-            left.unlink()
 
 
 def _text(manifest: Mapping[str, Any]) -> str:
@@ -376,16 +355,6 @@ def _facts(file: Path) -> dict[str, Any]:
 
 def _sha256(stream: Any) -> str:
     return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    # so that the rename itself survives a power failure; not every file system supports it
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _away(path: Path, prefix: str = ".dropped-") -> Path:

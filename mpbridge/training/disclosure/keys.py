@@ -11,9 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused, cut
-from mpbridge.common.files import bytes_of, text_of, why
+from mpbridge.common.files import bytes_of, drop_partials, text_of, why, write_whole
 from mpbridge.common.shipped import install
-from mpbridge.training.checkpoint.store import drop_partials, write_whole
 
 MAKE = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out key.pem && openssl pkey -in key.pem -pubout -out key.pub"
 """How to make a key that both formats accept."""

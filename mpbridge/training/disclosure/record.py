@@ -17,7 +17,17 @@ from typing import Any
 from urllib.parse import quote
 
 from mpbridge.common.errors import CheckpointError, Refused, brief
-from mpbridge.common.files import ProgressCallback, bytes_of, opened, opened_inside, parsed, read_json, text_of
+from mpbridge.common.files import (
+    ProgressCallback,
+    bytes_of,
+    drop_partials,
+    opened,
+    opened_inside,
+    parsed,
+    read_json,
+    text_of,
+    write_whole,
+)
 from mpbridge.common.shipped import VERSION
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.huggingface.served import CONTRACT
@@ -25,11 +35,9 @@ from mpbridge.training.checkpoint.store import (
     CONFIG,
     MANIFEST,
     audit_of,
-    drop_partials,
     read_manifest,
     step_in,
     step_of,
-    write_whole,
 )
 from mpbridge.training.checkpoint.verdict import Fingerprint, read_fingerprint
 from mpbridge.training.disclosure.evidence import Evidence

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import BadValue
+from mpbridge.common.files import write_whole
 from mpbridge.common.formats import DType
 from mpbridge.numerics.codes import decode_e2m1
 from mpbridge.numerics.quantizer import Quantizer, Randomness
@@ -38,7 +39,7 @@ from mpbridge.settings.huggingface.served import (
     ranks,
 )
 from mpbridge.settings.huggingface.tensors import Mapped
-from mpbridge.training.checkpoint.store import audit_of, step_of, write_whole
+from mpbridge.training.checkpoint.store import audit_of, step_of
 from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
 from mpbridge.training.checkpoint.verdict import read_fingerprint
 from mpbridge.training.serving.files import apart

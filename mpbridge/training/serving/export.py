@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError, Refused
-from mpbridge.common.files import ProgressCallback
+from mpbridge.common.files import ProgressCallback, write_whole
 from mpbridge.common.shipped import VERSION
 from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface import folder as layout
@@ -24,7 +24,6 @@ from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
 from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
-from mpbridge.training.checkpoint.store import write_whole
 from mpbridge.training.serving.cast import Served
 from mpbridge.training.serving.files import SPELLED, SPELLING, Shards, apart, bad_values, planned
 

@@ -17,12 +17,11 @@ import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError, Contradiction, Refused
 from mpbridge.common.facts import ModelShape
-from mpbridge.common.files import Locked, ProgressCallback, lock, read_json
+from mpbridge.common.files import Locked, ProgressCallback, lock, read_json, write_whole
 from mpbridge.common.shipped import install
 from mpbridge.settings.huggingface.folder import BYTES, INDEX, SINGLE, FolderTensor, header
 from mpbridge.settings.huggingface.served import BLOCK_SCALE, FP8
 from mpbridge.settings.huggingface.tensors import Mapped, PartLayout
-from mpbridge.training.checkpoint.store import write_whole
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError, Refused
-from mpbridge.common.files import ProgressCallback
+from mpbridge.common.files import ProgressCallback, write_whole
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.precision.globs import is_adapter, matches, place
 from mpbridge.settings.huggingface.folder import FolderTensor, read_config, tensors
 from mpbridge.settings.huggingface.tensors import Mapped, adapters
-from mpbridge.training.checkpoint.store import write_whole
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith
 from mpbridge.training.serving.export import Export, Given
 from mpbridge.training.serving.files import SPELLING, FolderReader, Shards, apart, check, joined

@@ -14,6 +14,7 @@ import torch
 from mpbridge.cli import resume_check
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
+from mpbridge.common.files import write_whole
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer
@@ -169,7 +170,7 @@ def _is_fifo(folder):
 
 def _negative(folder):
     manifest = json.loads((folder / store.MANIFEST).read_text()) | {"step": -6}
-    store.write_whole(folder / store.MANIFEST, json.dumps(manifest))
+    write_whole(folder / store.MANIFEST, json.dumps(manifest))
 
 
 def refusal(cli, folder):
@@ -313,7 +314,7 @@ def test_a_schedule_that_is_none_is_named(checkpoint, odd, cli):
     (checkpoint / "state.json").write_text(json.dumps(encoded({"run": odd})))
     files = ("index.json", "state.json", "__0_0.distcp", FILE)
     sums = {name: store._facts(checkpoint / name) for name in files}
-    store.write_whole(checkpoint / store.MANIFEST, json.dumps({"schema": store.SCHEMA, "step": 12, "files": sums}))
+    write_whole(checkpoint / store.MANIFEST, json.dumps({"schema": store.SCHEMA, "step": 12, "files": sums}))
     assert "state.json: run.scheduler" in refusal(cli, checkpoint)
 
 
