@@ -171,7 +171,8 @@ class RootMeanSquare(torch.autograd.Function):
 
 def _chunks(rows: torch.Tensor, wide: torch.Tensor, arrays: int) -> Any:
     """(Rows of a chunk, that many uninitialised FP32 arrays of its shape), chunk after chunk over the same memory. wide: an FP32 tensor on the device."""
-    count = max(1, CHUNK // max(1, rows.shape[1]))
+    # several threads share the sum of a row that is alone, from torch's GRAIN_SIZE on, and add in another order than one thread of several rows
+    count = max(1, len(rows) if rows.shape[1] >= 1 << 15 else CHUNK // max(1, rows.shape[1]))
     scratch = wide.new_empty(arrays, min(count, len(rows)), rows.shape[1])
     for start in range(0, len(rows), count):
         end = min(start + count, len(rows))

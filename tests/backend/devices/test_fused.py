@@ -80,7 +80,12 @@ OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 @pytest.mark.skipif(OLDER, reason="the composites of older releases were not compared")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("shape", [(40, 3, 192), (5, 2, 4, 64), (0, 2, 8), (3, 1, 70_001)], ids=str)
-def test_rms_norm_beside_a_residual_is_torchs_to_the_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rms_norm_beside_a_residual_is_torchs_to_the_bit(
+    shape: tuple[int, ...], dtype: torch.dtype, threads: int, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
 
