@@ -155,10 +155,12 @@ def test_an_engine_that_lacks_what_gradients_are_compared_with_trains_and_is_ref
     assert "engine=mcore has no counted_gradients" in capsys.readouterr().err
 
 
-def test_torchaos_linears_are_judged_by_the_gradient(tmp_path: Path, corpus: list[str]) -> None:
+def test_torchaos_linears_are_judged_by_the_gradient(
+    tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torchao")
     rest = ["--steps", "1", "--out", str(tmp_path / "out"), *TINY, *corpus, "engine=fsdp2"]
-    assert main(["rehearse", "--recipes", "bf16_with_fp8_rowwise", *rest]) == 0
+    assert main(["rehearse", "--recipes", "bf16_with_fp8_rowwise", *rest]) == 0, capsys.readouterr().out
     (found,) = json.loads((tmp_path / "out" / "report.json").read_text())["recipes"]
     assert found["verdict"]["word"] == "sound"
     assert 0.001 < found["measured"]["gradient"]["error"] < 0.3
