@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli.text import print_line, print_table
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.tables import size
-from mpbridge.planning.rules.base import Violation
+from mpbridge.planning.rules.base import BETWEEN_STAGES, Violation
 from mpbridge.settings.container import Run
 
 if TYPE_CHECKING:
@@ -41,12 +41,7 @@ def lost_states(runs: Sequence[Run]) -> Iterator[Violation]:
 
     for change in changes_of(runs):
         if change.fault:
-            yield Violation(
-                rule="stage-loses-the-optimizer-states", severity="error", found=change.fault,
-                expected="a stage that goes on with the optimizer's states of the one before it",
-                cure="train the later stages as a run of their own, from the last checkpoint of the earlier ones with --reset-optimizer",
-                source="docs/checkpoints.md",
-            )  # fmt: skip
+            yield BETWEEN_STAGES.broken(change.fault)
 
 
 def schedule_data(made: Run, outlook: Outlook) -> list[dict[str, Any]]:
@@ -56,12 +51,14 @@ def schedule_data(made: Run, outlook: Outlook) -> list[dict[str, Any]]:
     from mpbridge.training.checkpoint.continuation import changes_of
 
     then = [change.verdict.short for change in changes_of(made.by_stage())]
-    shares = made.shares or [None] * len(made.stages)
+    shares, full = made.shares or [None] * len(made.stages), None
+    with contextlib.suppress(MpbridgeError):
+        full = outlook.fullest
     return [
         {
             "recipe": stage.recipe, "until": None if stage.until is None else str(stage.until), "share": share,
             "errors": [violation.rule for violation in one.errors], "runs": one.capability.how,
-            "needed": _needed(one), "answer": one.answer,
+            "needed": _needed(one), "answer": one.answer, "fullest": one is full,
             "seconds": None if one.no_time else one.time.seconds, "then": change,
         }
         for stage, share, one, change in zip(made.stages, shares, outlook.stages, [*then, None], strict=True)

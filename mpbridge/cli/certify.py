@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def _certificate(args: argparse.Namespace, made: Run, variant: str | None) -> Ce
     from mpbridge.numerics.scales import release_of
 
     own = OwnTensors(linears={}) if args.tensors is None else own_tensors(args.tensors)
-    return certificate(
+    found = certificate(
         made.recipe,
         made.policy,
         training_of(made, whole=True, sigma=own.sigma),
@@ -82,6 +83,10 @@ def _certificate(args: argparse.Namespace, made: Run, variant: str | None) -> Ce
         own=own.linears,
         beside=own.rows,
     )
+    if len(made.stages) < 2:
+        return found
+    only = f"only the first of {len(made.stages)} recipes is certified, {made.recipe} (named as an argument, another one is)"
+    return dataclasses.replace(found, sentences={**found.sentences, "schedule": only})
 
 
 def _print(made: list[Certificate]) -> None:

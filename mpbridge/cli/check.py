@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.cli._schedule import print_schedule, schedule_data, stage_names, title
+from mpbridge.cli._schedule import names_of, print_schedule, schedule_data, stage_names, title
 from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, left_batches, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
@@ -23,7 +23,7 @@ from mpbridge.planning.certificates import sentence
 from mpbridge.planning.estimate.candidates import line
 from mpbridge.planning.memory.overheads import left_out_of_memory
 from mpbridge.planning.outlook import Outlook
-from mpbridge.planning.rules.base import Violation
+from mpbridge.planning.rules.base import BETWEEN_STAGES, Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple
 from mpbridge.planning.rules.table import rules
 from mpbridge.precision.registry import recipes
@@ -150,10 +150,12 @@ def as_data(
 ) -> dict[str, Any]:
     """The answer as JSON types."""
     stages = one.stages or (one,)
+    kept = [each.policy.bf16_layers(each.facts.shape.num_layers) for each in stages if each.policy.quantized]
     return {
         **record(one, "ok", "verdict", "objections"),
         "undecided": {name: why for name, why in (("fits", one.no_answer), ("time", one.no_time)) if why},
-        **record(made, "recipe", "engine", "world_size"),
+        "recipe": names_of(made),
+        **record(made, "engine", "world_size"),
         "parallel": dataclasses.asdict(made.facts.parallel),
         "target": {
             "machine": where.machine.name,
@@ -170,7 +172,7 @@ def as_data(
         **_figures(one),
         "schedule": schedule_data(made, one),
         "others": [record(other, "settings", "gains", **_figures(other.outlook)) for other in others],
-        "bf16_layers": list(made.policy.bf16_layers(made.facts.shape.num_layers)) if made.policy.quantized else [],
+        "bf16_layers": sorted(set[int]().union(*kept).intersection(*kept)),
         "steps_that_the_first_loss_scale_may_cost": max(
             scale.skips() if (scale := each.policy.loss_scale) else 0 for each in stages
         ),
@@ -311,7 +313,10 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def _list(args: argparse.Namespace) -> int:
-    rows = [(one.severity, one.id, one.expected, " and ".join(map(str, one.holds)), one.source) for one in rules()]
+    rows = [
+        (one.severity, one.id, one.expected, " and ".join(map(str, one.holds)), one.source)
+        for one in (*rules(), BETWEEN_STAGES)
+    ]
     names = ("severity", "id", "expected", "holds", "source")
     columns = ("severity", "rule", "what it expects", "applies to", "source")
     data = {"rules": [dict(zip(names, row, strict=True)) for row in rows]}

@@ -97,7 +97,7 @@ MOST_LINEARS = 4
 
 
 def _print_mismatch(path: Path, folder: Path, found: Mismatch) -> None:
-    print_line(f"{path} against {folder}: {found.tokens:,} tokens, training's loss {found.loss:.4f}")
+    print_line(f"{path} against {folder}: {found.tokens:,} tokens, training's loss {found.loss:.4f} ({found.recipe})")
     rows = [
         (one.name, f"{one.mean:.2e}", f"{one.k3:.2e}", f"{one.greedy:.2%}", f"{one.loss:.4f}")
         for one in found.distances

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     mine = outlook.time
     plain, other = _reference(made, where)
     theirs = None if other is None else _data(REFERENCE, other, args.price)
-    data = _data(made.recipe, mine, args.price) | {"reference": theirs}
+    data = _data(names_of(made), mine, args.price) | {"reference": theirs}
     data |= record(outlook, "verdict", "objections", schedule=schedule_data(made, outlook))
     answer(args, data, lambda: _print(made, where, outlook, other, args.price))
     if not args.json:

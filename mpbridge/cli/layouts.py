@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpbridge.cli._schedule import lost_states, names_of
+from mpbridge.cli._schedule import lost_states, names_of, stage_names
 from mpbridge.cli._target import TARGET, TargetMachine, left_batches, left_out, on_target, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
-from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
+from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, naming
 from mpbridge.common.tables import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
 from mpbridge.planning.capability import refuse_unless_native
@@ -112,8 +112,9 @@ def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> tuple[R
         }
         made = on_target(box, 1, where, **alike)
     runs = made.by_stage()
-    for one in runs:
-        refuse_unless_native(one.policy, where.machine, where.versions)
+    for name, one in zip(stage_names(made), runs, strict=True):
+        with naming(name):
+            refuse_unless_native(one.policy, where.machine, where.versions)
     if lost := [violation.found for violation in lost_states(runs)]:  # in every layout
         raise Refused(f"{names_of(made)}: {'; '.join(lost)}")
     return made, valid

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mpbridge.cli._schedule import print_schedule, schedule_data, title
+from mpbridge.cli._schedule import names_of, print_schedule, schedule_data, title
 from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, reference, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import JSON, RUN, arg, whole
@@ -66,7 +66,8 @@ def as_data(
 ) -> dict[str, Any]:
     """The estimate as JSON types, in bytes. other: the same rank's with the reference."""
     return {
-        **record(made, "recipe", "world_size"),
+        "recipe": names_of(made),
+        "world_size": made.world_size,
         "parameters": total_parameters(facts),
         **_data(mine),
         "reference": {"recipe": REFERENCE} | _data(other),
@@ -162,11 +163,17 @@ def _say_nearest(made: Run, outlook: Outlook) -> None:
             return
     full = outlook.fullest
     found = nearest(full.policy, full.facts, full.machine, stated=says_optimizer(made.container))
+    if found is None:
+        print_line(f"no layout fits on up to {64 * outlook.facts.parallel.world_size} GPUs")
+        return
+    # only the fullest stage was asked for it
+    against = outlook.on(found).objections if outlook.stages else {}
+    what = f"in which {full.name} alone" if against else "that"
     print_line(
-        f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found, full.facts, left=left_batches(made))}"
-        if found is not None
-        else f"no layout fits on up to {64 * outlook.facts.parallel.world_size} GPUs"
+        f"nearest layout {what} fits, on {found.parallel.world_size} GPUs: {line(found, full.facts, left=left_batches(made))}"
     )
+    if against:
+        print_line(f"the whole run there: {'; '.join(against.values())}")
 
 
 def _beside(

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 MOST_SHOWN = 160
 """Characters of a value in a message."""
@@ -137,6 +138,15 @@ class Refused(MpbridgeError):
     """The call was valid and the answer is no: this machine, these rules or this engine cannot run it."""
 
     exit_code = 1
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """What is refused inside says of what; '': of the whole."""
+    try:
+        yield
+    except (Refused, BadValue) as error:
+        raise type(error)(f"{what}: {error}" if what else str(error)) from None
 
 
 class Conflict(Refused):

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from mpbridge.common.errors import MpbridgeError, Refused
+from mpbridge.common.errors import MpbridgeError, Refused, naming
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables import GIB
@@ -259,7 +260,7 @@ class Schedule(Outlook):
     @cached_property
     def fullest(self) -> Outlook:
         """The stage whose answer is worst, and of these the one that needs most."""
-        have = self.machine.memory_bytes
+        have, _ = self.machine.memory_bytes, self._of_each("memory")
         return max(self.stages, key=lambda stage: (_FITS.index(verdict(stage.memory, have)), stage.memory.needed))
 
     @cached_property
@@ -283,7 +284,7 @@ class Schedule(Outlook):
     @cached_property
     def time(self) -> Estimate:
         """The mean step over the run; the slowest stage's where their shares are not known. Raises as a stage's does."""
-        times = [stage.time for stage in self.stages]
+        times = self._of_each("time")
         if self.shares is not None:
             found, which = mean(list(zip(self.shares, times, strict=True))), "the mean over the stages"
         else:
@@ -295,6 +296,14 @@ class Schedule(Outlook):
     def undivided(self) -> str:
         """What does not divide in any stage, as text."""
         return "; ".join(dict.fromkeys(stage.undivided for stage in self.stages if stage.undivided))
+
+    def _of_each(self, part: str) -> list[Any]:
+        """That part of every stage. Raises what the first without it does, with its name where others have it."""
+        alike, found = all(stage.undivided for stage in self.stages), []
+        for stage in self.stages:
+            with naming("" if alike else stage.name):
+                found.append(getattr(stage, part))
+        return found
 
     def on(self, facts: RunFacts) -> Outlook:
         """The same stages in another layout, in the facts of the `fullest`."""

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 from mpbridge.common.errors import BadValue, Contradiction
 
@@ -111,13 +111,19 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
 
 
 def shares(stages: Sequence[HasEnd], *, steps: int, tokens_per_step: int) -> tuple[float, ...] | None:
-    """Each stage's share of the run's steps. None: not known, as where a stage ends at a step of a run whose length is not set (steps=0)."""
+    """Each stage's share of the run's steps. None: not known, as where a stage ends at a step of a run whose length is not set (steps=0). Raises Contradiction
+    as `spans` does, without a length for ends that no length puts in order."""
     if steps:
         return tuple(
             (span.stop - span.start) / steps for span in spans(stages, steps=steps, tokens_per_step=tokens_per_step)
         )
     marks = [Mark.parse(stage.until) for stage in stages[:-1]]
-    ends = [0.0, *(mark.amount / 100 for mark in marks), 1.0]
-    if any(mark.unit != "percent" for mark in marks) or ends != sorted(ends):
+    for unit in get_args(MarkUnit):
+        alike = [mark.amount for mark in marks if mark.unit == unit]
+        if alike != sorted(set(alike)):
+            order = ", ".join(f"{stage.recipe} until {stage.until}" for stage in stages[:-1])
+            raise BadValue(f"{order}: give each stage a later `until` than the one before it")
+    if any(mark.unit != "percent" for mark in marks):
         return None
+    ends = [0.0, *(mark.amount / 100 for mark in marks), 1.0]
     return tuple(stop - start for start, stop in itertools.pairwise(ends))

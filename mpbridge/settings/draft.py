@@ -13,7 +13,7 @@ from mpbridge.common.traits import DEFAULT, engine_names, known, traits
 from mpbridge.planning.memory.keeps import updater
 from mpbridge.precision.inert import inert
 from mpbridge.precision.registry import recipes
-from mpbridge.precision.schedule import spans
+from mpbridge.precision.schedule import shares
 from mpbridge.precision.sync.plan import Plan, plain, plan
 from mpbridge.settings.schema import defaults
 from mpbridge.settings.shape import model_shape, padded_vocabulary, parallel_of, shape_faults, vocabulary
@@ -141,9 +141,9 @@ class Draft:
         self._add([*data_faults(data), *nonfinite_faults(train, full["checkpoint"])])
         if also is not None:
             self._add(also(full | inputs | {"model": model | {"vocab_size": rows}, "engine": {"name": engine}}))
-        if len(self.stages) > 1 and train["train_iters"]:
-            length = {"steps": train["train_iters"], "tokens_per_step": train["global_batch_size"] * seq}
-            self._tried("mixed_precision: ", lambda: spans(self.stages, **length))
+        if len(self.stages) > 1 and (train["train_iters"] or not self.faults):  # only `spans` takes ends that are none
+            length = {"steps": train["train_iters"] or 0, "tokens_per_step": train["global_batch_size"] * seq}
+            self._tried("mixed_precision: ", lambda: shares(self.stages, **length))
         if self.faults or not self.stages or parallel is None:
             return None
         data["seq_length"] = seq

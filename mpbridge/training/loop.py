@@ -115,7 +115,7 @@ def default_hooks(run: Run, show: Callable[[Any], None]) -> list[Hook]:
         every=run.audit["every"],
         invariants=int(run.train.get("log_interval") or 10),
     )
-    notes: list[Hook] = [EmulationNotes(show)] if run.emulate and run.policy.quantized else []
+    notes: list[Hook] = [EmulationNotes(show)] if run.emulate else []
     checkpointer = Checkpointer(run)
     nonfinite = Nonfinite(str(run.train.get("nonfinite") or "skip"), checkpointer)
     statistics: Any = StatisticsHook(run.logger["log_dir"], every=run.logger.get("precision_every"))

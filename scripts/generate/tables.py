@@ -386,11 +386,12 @@ def machine_table() -> str:
 @table("rules")
 def rule_table() -> str:
     """Every rule of `mpbridge check`."""
+    from mpbridge.planning.rules.base import BETWEEN_STAGES
     from mpbridge.planning.rules.table import rules
 
     rows = [
         (f"`{r.id}`", r.severity, r.expected, r.cure, " and ".join(map(str, r.holds)) or "all", r.source)
-        for r in rules()
+        for r in (*rules(), BETWEEN_STAGES)
     ]
     return markdown(("rule", "severity", "expects", "cure", "versions", "source"), rows)
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mpbridge.common.errors import Refused
+from mpbridge.numerics.certificates.certificate import Certificate
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.checkpoint.continuation import consent, of_run
 from mpbridge.training.checkpointer import check_stages
@@ -64,7 +65,8 @@ def test_a_schedule_is_as_full_as_its_fullest_stage_which_is_named(ask, cli):
     assert [row["needed"] for row in answer["schedule"]] == [one["needed"] for one in alone]
     assert answer["schedule"] == held["schedule"]
     assert answer["fit"]["needed"] == held["needed"] == alone[1]["needed"]
-    assert (held["recipe"], held["roles"]) == ("bf16_mixed", alone[1]["roles"])
+    assert [row["fullest"] for row in held["schedule"]] == [False, True]
+    assert held["roles"] == alone[1]["roles"]
     assert answer["verdict"] == held["verdict"]
     assert "does not fit on H100 in stage 2 (bf16_mixed): 88.8" in answer["verdict"]
     assert "stage 2 (bf16_mixed), 88.8" in cli("check", *words, code=1)
@@ -87,6 +89,72 @@ def test_a_schedules_step_is_the_mean_of_its_stages(ask, until, settings, share)
     assert slow["share_of_peak"] >= made["share_of_peak"] >= fast["share_of_peak"]
     assert [row["share"] for row in made["schedule"]] == [share, None if share is None else pytest.approx(1 - share)]
     assert made["because"].startswith("the slowest stage, " if share is None else "the mean over the stages; ")
+
+
+def test_verbs_name_the_recipes_of_a_schedule_alike(ask):
+    words = schedule("bf16_mixed_bf16_moments", "bf16_mixed", until="25"), *H100
+    answers = [ask(verb, *words) for verb in ("check", "memory", "estimate")]
+    answers += ask("layouts", *words, "--world-size", "8", "--most", "1")["layouts"]
+    assert [one["recipe"] for one in answers] == ["bf16_mixed_bf16_moments, then bf16_mixed"] * 4
+
+
+def test_what_refuses_a_stage_names_it(ask, cli):
+    words = schedule("bf16_mixed", "nvfp4"), *H100
+    named = "stage 2 (bf16_with_nvfp4_mixed): H100 (sm_90) cannot run this recipe"
+    assert named in cli("estimate", *words, code=1, error=True)
+    (why,) = ask("layouts", *words, "--world-size", "8")["refused"]
+    assert named in why
+    assert named in ask("check", *words)["undecided"]["time"]
+    # what all of them break is no stage's
+    odd = cli("memory", *words, "parallel.pipeline_model_parallel_size=3", code=1, error=True)
+    assert "layers-do-not-divide" in odd
+    assert "stage 1 (" not in odd
+
+
+def test_layers_in_high_precision_are_so_in_every_stage(ask):
+    nvfp4 = "recipe: nvfp4, first_last_layers_bf16: true, num_layers_at_start_in_bf16: {}, num_layers_at_end_in_bf16: 0"
+    for stages in (
+        (nvfp4.format(1), nvfp4.format(2)),
+        (nvfp4.format(2), nvfp4.format(1)),
+        ("bf16_mixed", nvfp4.format(1)),
+    ):
+        assert ask("check", schedule(*stages), "train.train_iters=4")["bf16_layers"] == [0]
+
+
+@pytest.mark.parametrize("until", [("90%", "50%"), ("90%", "90%"), (50, 40)])
+def test_ends_that_no_length_orders_are_refused_without_one(cli, until):
+    stages = [f"{{recipe: bf16_mixed, until: {end}}}" for end in until]
+    said = cli("check", f"mixed_precision=[{', '.join(stages)}, bf16_mixed]", "train.train_iters=null", code=2)
+    assert "give each stage a later `until` than the one before it" in said
+
+
+def test_certify_says_which_recipe_it_takes(ask, monkeypatch):
+    monkeypatch.setattr("mpbridge.numerics.certificates.certificate.certificate", lambda recipe, *_, **__: Certificate(recipe=recipe, te="2.11"))  # fmt: skip
+    found = ask("certify", schedule("bf16_mixed", "nvfp4"))
+    assert "only the first of 2 recipes is certified, bf16_mixed" in found["sentences"]["schedule"]
+    assert ask("certify", "nvfp4")["sentences"] == {}
+
+
+def test_what_a_schedule_may_break_is_a_listed_rule(ask):
+    words = schedule("bf16_mixed", 'recipe: bf16_mixed, frozen: ["embedding.*"]'), *H100
+    listed = {row["id"]: row for row in ask("check", "--rules")["rules"]}
+    (lost, *_) = ask("check", *words)["violations"]
+    assert listed[lost["rule"]] == {name: lost[name] for name in ("severity", "expected", "source")} | {"id": "stage-loses-the-optimizer-states", "holds": ""}  # fmt: skip
+
+
+def test_the_nearest_layout_of_the_fullest_stage_may_not_hold_another(cli):
+    sizes = (
+        "model.num_layers=24",
+        "model.hidden_size=4096",
+        "model.num_attention_heads=32",
+        "model.ffn_hidden_size=16384",
+    )
+    said = cli("memory", schedule("fp32", "full_bf16"), *sizes, "--target", "h100", code=1, joined=True)
+    assert "nearest layout in which stage 1 (fp32) alone fits, on 2 GPUs: " in said
+    assert "the whole run there: not valid: 1 error (full-16-bit-with-distributed-optimizer)" in said
+    assert "nearest layout that fits" in cli(
+        "memory", schedule("bf16_mixed_bf16_moments", "bf16_mixed"), *H100, code=1, joined=True
+    )
 
 
 def test_what_a_later_stage_overrides_is_shown(ask, cli):

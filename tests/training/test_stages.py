@@ -93,6 +93,7 @@ def test_delayed_scaling_comes_and_goes(tmp_path):
     watch = go(run(stages, emulate=True, logger={"log_dir": str(tmp_path)}))
     assert [json.loads(line)["verdict"] for line in (tmp_path / EVENTS).read_text().splitlines()] == ["safe", "lossy"]
     assert watch.losses[6] < watch.losses[1]
+    assert "emulation" in watch.summary.notes  # though the first stage quantizes nothing
 
 
 def test_two_ranks_switch_together(tmp_path):

@@ -168,6 +168,11 @@ class Rule:
         inside = (window.holds(run.versions.of(window.package)) for window in self.holds)
         return self.engine in ("", run.engine) and all(inside)
 
+    def broken(self, found: str, cure: str = "") -> Violation:
+        """That `found` breaks it. cure: in that case; '': the rule's."""
+        holds = " and ".join(map(str, self.holds))
+        return Violation(rule=self.id, severity=self.severity, found=found, expected=self.expected, cure=cure or self.cure, source=self.source, versions=holds)  # fmt: skip
+
     def fault(self, case: Case) -> str:
         """What is wrong with a case that the rule applies to; '' if it holds."""
         if not self.when(case):
@@ -183,6 +188,12 @@ def row(
 
 
 warning = partial(row, severity="warning")
+
+
+BETWEEN_STAGES = row("stage-loses-the-optimizer-states", "",
+    "a stage that goes on with the optimizer's states of the one before it",
+    "train the later stages as a run of their own, from the last checkpoint of the earlier ones with --reset-optimizer", "docs/checkpoints.md")  # fmt: skip
+"""What a switch between two stages breaks (`cli._schedule.lost_states`), and no single case."""
 
 
 def faults(what: str, *parts: tuple[str, object]) -> str:

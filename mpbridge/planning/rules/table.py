@@ -79,15 +79,8 @@ def _judge(rule: Rule, case: Case) -> Violation | None:
     found = rule.fault(case)
     if not found:
         return None
-    return Violation(
-        rule=rule.id,
-        severity=rule.severity if emulated == "same" else "warning",
-        found=found,
-        expected=rule.expected,
-        cure=rule.cure_here(case) if rule.cure_here is not None else rule.cure,
-        source=rule.source,
-        versions=" and ".join(str(window) for window in rule.holds),
-    )
+    made = rule.broken(found, rule.cure_here(case) if rule.cure_here is not None else "")
+    return made if emulated == "same" else replace(made, severity="warning")
 
 
 def require_here(policy: PrecisionPolicy, facts: RunFacts) -> tuple[Machine, tuple[Violation, ...]]:

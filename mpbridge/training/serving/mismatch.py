@@ -22,6 +22,8 @@ from mpbridge.settings.huggingface.folder import read_config, tensors
 from mpbridge.settings.huggingface.quantization import row_of, scales_are_static
 from mpbridge.settings.huggingface.served import ServedFormat
 from mpbridge.training.checkpoint.store import CONFIG
+from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
+from mpbridge.training.checkpoint.verdict import read_fingerprint
 from mpbridge.training.data.sources import tokenizer
 from mpbridge.training.process import bare, process_group, with_weights
 from mpbridge.training.serving.convert import opened
@@ -58,6 +60,8 @@ class Mismatch:
     loss: float
     """Training's."""
     distances: list[Distance] = field(default_factory=list)
+    recipe: str = ""
+    """Training's: in a schedule that of the stage that saved the checkpoint."""
     linears: dict[str, float] = field(default_factory=dict)
     """Linear -> norm of its output's error on training's own inputs, relative to the output; largest first."""
 
@@ -78,7 +82,7 @@ def mismatch(path: Path, folder: Path, text: str, *, sequences: int = 8) -> Mism
             name: (weight, activation_of(row, quantization) if low else _plain)
             for name, (weight, low) in weights.items()
         }
-        result = Mismatch(tokens=tokens[:, 1:].numel(), loss=0.0)
+        result = Mismatch(tokens=tokens[:, 1:].numel(), loss=0.0, recipe=engine.run.recipe)
         squares: dict[str, tuple[float, float]] = {}
         with _observed(engine, served, squares):
             trained = _logits(engine, tokens)
@@ -103,9 +107,12 @@ def _model(path: Path) -> Iterator[Any]:
     container.parallel["sequence_parallel"] = False
     with process_group(False):
         run = container.resolved(1, training=False)
+        if len(run.stages) > 1 and (path / FINGERPRINT).is_file():
+            saved = read_fingerprint(path)
+            run = max(run.by_stage(), key=lambda one: (one.policy == saved.policy, one.recipe == saved.recipe))
         if run.policy.quantized is False:
             raise BadValue(
-                f"{path}: its recipe quantizes nothing: training's numerics are those of plain {run.policy.compute.short}"
+                f"{path}: its recipe {run.recipe} quantizes nothing: training's numerics are those of plain {run.policy.compute.short}"
             )
         with with_weights(run, path, cuda=False) as engine, torch.no_grad():
             for chunk in engine.model:

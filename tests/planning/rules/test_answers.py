@@ -14,6 +14,7 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.common.machines import machine
 from mpbridge.planning.capability import ASSUMED
+from mpbridge.planning.rules.base import BETWEEN_STAGES
 from mpbridge.planning.rules.cards import card, traits
 from mpbridge.planning.rules.table import broken, rules
 from mpbridge.precision.registry import describe, recipes
@@ -154,7 +155,7 @@ def test_doctor_here_and_there(ask):
 
 def test_rules_can_be_listed(ask):
     _, found = data(ask("check", "--rules", "--json"))
-    assert [row["id"] for row in found["rules"]] == [rule.id for rule in rules()]
+    assert [row["id"] for row in found["rules"]] == [rule.id for rule in (*rules(), BETWEEN_STAGES)]
 
 
 VERBS = {"check": ["--target", "b200"], "memory": ["--target", "b200"], "plan": [], "estimate": ["--target", "b200"]}

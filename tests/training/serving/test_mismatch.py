@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mpbridge.common.errors import BadValue
-from mpbridge.training.serving.mismatch import mismatch
+from mpbridge.training.serving.mismatch import _model, mismatch
+from tests.training import survival
 from tests.training.serving import models
 
 TEXT = "".join(f"line {number} of a text that has enough bytes\n" for number in range(40))
@@ -30,6 +31,22 @@ def test_the_same_bytes_and_activations_compute_the_same(path: Path, tmp_path: P
     assert 0 <= served.k3 < 1e-3 * plain.k3
     assert served.greedy == 0.0
     assert plain.mean > 1e-4
+
+
+def test_a_checkpoint_of_a_schedule_is_measured_in_the_stage_that_saved_it(tmp_path: Path) -> None:
+    stages = [
+        {"recipe": "bf16_mixed", "until": 2},
+        {"recipe": models.RECIPES["mxfp8"], "until": 4},
+        {"recipe": "bf16_mixed"},
+    ]
+    saved = {"save": str(tmp_path), "save_interval": 2, "async_save": False}
+    survival.go(survival.run(stages, emulate=True, checkpoint=saved))
+    with _model(tmp_path / "step_00000004") as engine:
+        assert engine.run.recipe == models.RECIPES["mxfp8"]
+    for step in (2, 6):
+        refused = pytest.raises(BadValue, match="its recipe bf16_mixed quantizes nothing")
+        with refused, _model(tmp_path / f"step_0000000{step}"):
+            pass
 
 
 def test_a_folder_in_high_precision_is_plain_bf16(path: Path) -> None:
@@ -58,6 +75,7 @@ def test_the_linear_that_differs_comes_first(path: Path, tmp_path: Path, cli) ->
     found = json.loads(cli(*command))
     assert next(iter(found["linears"].items())) == ("decoder.layers.1.mlp.linear_fc2", pytest.approx(3.0, rel=0.01))
     assert found["distances"][0]["mean"] > found["distances"][1]["mean"]
+    assert found["recipe"] == models.RECIPES["mxfp8"]
 
 
 def test_what_cannot_be_measured_is_refused(path: Path, tmp_path: Path) -> None:
