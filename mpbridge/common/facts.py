@@ -223,11 +223,6 @@ class OptimizerFacts:
     """The optimizer section's other plain settings, with the plan's writes applied."""
 
     @property
-    def resident(self) -> float:
-        """The share of its states that is on the GPU: not that of optimizer_offload_fraction (HybridDeviceOptimizer), whose default is none."""
-        return 1 - float(self.settings.get("optimizer_offload_fraction") or 0.0) if self.cpu_offload else 1.0
-
-    @property
     def own(self) -> dict[str, Any]:
         """The settings that no other optimizer reads, which decide what an update is."""
         return {name: value for name, value in self.settings.items() if reads(self.name, name, self.settings)}

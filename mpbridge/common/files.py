@@ -280,8 +280,8 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
 
     The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks, and on an operating
     system without POSIX's, only this process is kept out.
-    Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file."""
-    while True:
+    Raises OSError if the file cannot be created or its name never leads to what was locked, CheckpointError if it is a link or not a regular file."""
+    for _ in range(100):  # nobody loses that many files in a row to others
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = _opened_once(path, wait=wait)
         try:
@@ -300,6 +300,8 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
         if is_at(stream, path):
             return stream
         stream.close()  # the holder before removed the file: somebody else may lock another by its name
+    said = "its inode number differs at each look, as on some network file systems, so a lock cannot be told to hold; name a folder on another file system"
+    raise OSError(errno.ESTALE, said, str(path))
 
 
 def is_at(stream: IO[str], path: Path) -> bool:

@@ -99,6 +99,14 @@ class Statistics:
         self.now = number
         self._seen.clear()
 
+    def drop(self) -> None:
+        """Forgets what was sampled of this step."""
+        for key in self._seen:
+            track = self.tracks[key]
+            del track.steps[-1], track.samples[-1]
+            if not track.samples:
+                del self.tracks[key]
+
     @property
     def active(self) -> bool:
         """Whether operands of this step are sampled."""

@@ -9,6 +9,7 @@ import fcntl
 import gc
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -162,6 +163,15 @@ def test_a_lock_on_a_file_that_its_holder_removes_is_taken_on_the_next_one(
         held.write("the second")
         held.flush()
         assert file.read_text() == "the second"
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_lock_where_inode_numbers_change_is_refused_with_the_cause(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)  # in place of a file system that numbers files anew
+    with pytest.raises(OSError, match=r"inode number differs .* another file system.*lock"):
+        lock(tmp_path / "lock", wait=wait)
 
 
 def test_an_interrupt_while_waiting_for_another_process_leaves_nothing_locked(

@@ -49,7 +49,7 @@ class Fsdp2Engine(ShardedEngine):
         self.configs = build_targets(self.run, cuda=self.cuda, inputs=inputs)
         # gradients are never on `decoupled_grad` here
         never_decoupled(self.configs.optimizer)
-        self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)))
+        self._parallel = ModelParallel(self.run.facts.parallel, seed=self.run.train["seed"])
         config, policy = self.configs.model, self.run.policy
         model = gpt_model(config, self.configs.gpt, policy, cuda=self.cuda, backend=backend)
         kept = fp32_modules(model, policy.keep_fp32)

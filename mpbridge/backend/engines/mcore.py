@@ -43,7 +43,7 @@ class McoreEngine(BaseEngine):
         targets = build_targets(self.run, cuda=self.cuda)
         instances = targets.ddp.num_distributed_optimizer_instances
         self._parallel = ModelParallel(
-            self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)), optimizer_instances=instances
+            self.run.facts.parallel, seed=self.run.train["seed"], optimizer_instances=instances
         )
         shape = self.run.facts.shape
         chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend, shape=shape)

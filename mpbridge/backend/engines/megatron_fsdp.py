@@ -48,7 +48,7 @@ class MegatronFsdpEngine(ShardedEngine):
 
         run = self.run
         self.configs = build_targets(run, cuda=self.cuda, inputs=_sections(run, cuda=self.cuda))
-        self._parallel = ModelParallel(run.facts.parallel, seed=int(run.train.get("seed", 1234)))
+        self._parallel = ModelParallel(run.facts.parallel, seed=run.train["seed"])
         config = self.configs.model
         (chunk,) = build_chunks(config, self.configs.gpt, run.policy, cuda=self.cuda, backend=backend)
         with inside.indexed_device(self.cuda):

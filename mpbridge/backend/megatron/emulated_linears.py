@@ -152,7 +152,7 @@ def emulation_for(run: Run) -> CoreEmulation | None:
         return None
     return CoreEmulation(
         run.policy,
-        seed=int(run.train.get("seed", 1234)),
+        seed=run.train["seed"],
         release=run.te or run.facts.versions.transformer_engine,
         environment=run.facts.environment,
     )

@@ -28,7 +28,7 @@ from mpbridge.planning.estimate.price import host_units, micro_seconds, step_sec
 from mpbridge.planning.memory.activations import Known, kept, uncertainty
 from mpbridge.planning.memory.by_role import States, verdict, with_states
 from mpbridge.planning.memory.identical_layers import counted, distinct_stages, layer_kinds
-from mpbridge.planning.memory.keeps import STATES, elements_of, is_frozen, trained_by
+from mpbridge.planning.memory.keeps import STATES, elements_of, is_frozen, resident, trained_by
 from mpbridge.planning.memory.layers import unsplit
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, in_flight
 from mpbridge.planning.memory.roles import holdings, resting, weight_copies
@@ -145,7 +145,7 @@ class Bounds:
                 for name, role in of(stored, one).items():
                     if role.view_of is None and not (borrowed and name == "params"):
                         whole = role.sharding == "whole" and run.optimizer.name not in BESIDE_ADAM
-                        share = run.optimizer.resident if name in STATES else 1.0
+                        share = resident(run) if name in STATES else 1.0
                         each = share * elements_of(name, one.weight.shape, one.weight.elements) * role.dtype.bytes
                         total += elements / one.weight.elements * each / (1 if whole else ranks)
             self._states[key] = int(total)

@@ -19,7 +19,7 @@ from mpbridge.common.tables import size as as_text
 from mpbridge.common.tables import unit_for
 from mpbridge.planning.memory.activations import Known, activations, uncertainty
 from mpbridge.planning.memory.identical_layers import distinct_stages
-from mpbridge.planning.memory.keeps import MOMENTS, keeps_of
+from mpbridge.planning.memory.keeps import MOMENTS, keeps_of, resident
 from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
 from mpbridge.planning.memory.overheads import Overhead, counted_at_most, outside, overheads, states_counted
@@ -169,7 +169,7 @@ def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
     """What a rank holds between updates."""
     found: Counter[str] = Counter()
     for role in roles(policy, run, rank=rank, together=True):
-        found[role.name] += int(role.bytes * (run.optimizer.resident if role.name in KEPT else 1))
+        found[role.name] += int(role.bytes * (resident(run) if role.name in KEPT else 1))
     return States(
         rank=rank,
         roles=MappingProxyType({name: found[name] for name in STATES if found[name]}),

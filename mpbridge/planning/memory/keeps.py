@@ -150,6 +150,12 @@ def offloaded(engine: EngineTraits, optimizer: OptimizerFacts) -> bool:
     return optimizer.cpu_offload and engine.main_weights == "megatron_core"
 
 
+def resident(run: RunFacts) -> float:
+    """The share of the optimizer's states that is on the GPU: not that of optimizer_offload_fraction, whose default is none."""
+    away = float(run.optimizer.settings.get("optimizer_offload_fraction") or 0.0)
+    return 1 - away if offloaded(run.traits, run.optimizer) else 1.0
+
+
 def updater(asked: str, policy: PrecisionPolicy, engine: EngineTraits) -> str:
     """OptimizerFacts.name of a settled policy: on engines where only FusedAdam could hold main weights, "adam" is torch's own if that can keep the policy's states."""
     torchs = asked == "adam" and engine.main_weights == "optimizer" and not fused(policy, engine)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from mpbridge.common.facts import MUONS, RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.planning.memory.buckets import bucket_size
+from mpbridge.planning.memory.keeps import resident
 from mpbridge.planning.memory.layers import rank_parameters
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
 from mpbridge.precision.policy import PrecisionPolicy
@@ -238,7 +239,7 @@ LIMITATIONS = (
                instead="counted as whole sequences of seq_length", time="faster", memory="at most as large"),
     Limitation(asked=_offloaded, what="the copies of offloaded activations to the host and back",
                instead="counted as taking no time", time="slower"),
-    Limitation(asked=lambda run: run.optimizer.resident < 1, what="the optimizer's states and update on the host",
+    Limitation(asked=lambda run: resident(run) < 1, what="the optimizer's states and update on the host",
                instead="states counted by their share, the update as on the GPU", time="slower",
                memory="smaller by less than the states of one tensor", states=True),
     Limitation(asked=lambda run: run.optimizer.name in (*MUONS, "soap"), what="the products of Muon's and SOAP's steps",

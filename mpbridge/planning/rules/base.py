@@ -85,8 +85,15 @@ class Case:
     @property
     def plain_ddp(self) -> str:
         """Settings that select plain DDP, as a cure."""
-        also = " ddp.overlap_param_gather=false" if self.ddp("overlap_param_gather") else ""
-        return f"ddp.use_distributed_optimizer=false{also}"
+        also = {  # what rules refuse without the distributed optimizer
+            "ddp.overlap_param_gather=false": self.ddp("overlap_param_gather"),
+            "ddp.num_distributed_optimizer_instances=1": self.run.instances > 1,
+            "mixed_precision.use_precision_aware_optimizer=false": self.aware,
+            "optimizer.optimizer_cpu_offload=false": self.offloaded,
+            "optimizer.overlap_param_gather_with_optimizer_step=false": self.run.optimizer.overlap_param_gather_with_step,
+            PLAIN_WEIGHTS: self.stored,
+        }
+        return " ".join(["ddp.use_distributed_optimizer=false", *(setting for setting, on in also.items() if on)])
 
     @property
     def plain_states(self) -> str:

@@ -6,7 +6,7 @@ from mpbridge.common.facts import ADAMS, BESIDE_ADAM, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
-from mpbridge.planning.memory.keeps import fused, moments
+from mpbridge.planning.memory.keeps import fused, moments, resident
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, row, warning
 from mpbridge.precision.config import FUSED
 
@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
     warning("precision-aware-with-fp8", _aware_fp8,
         "plain 16-bit or delayed scaling with FP32 moments: other combinations failed (illegal memory access, asserts) on several releases",
         "mixed_precision.use_precision_aware_optimizer=false, and no 16-bit states", "Megatron-Bridge#1707, ms-swift#8001, NVIDIA/cloudai#593",
-        about="fp8", when=lambda c: c.aware and c.core, cure_here=lambda c: c.plain_states),
+        about="fp8", when=lambda c: c.aware and c.core and not c.offloaded, cure_here=lambda c: c.plain_states),
     warning("precision-aware-does-nothing", _pointless,
         "states below FP32: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
         "mixed_precision.use_precision_aware_optimizer=false, or bf16 moments", f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
@@ -181,7 +181,7 @@ RULES: tuple[Rule, ...] = (
         "a fraction above 0: megatron-core's class has 0.0 by default (Megatron-LM's command line has 1.0), and every state stays on the GPU, in FP32",
         f"optimizer.optimizer_offload_fraction=1.0, or {_ON_THE_GPU}",
         "megatron-core 0.16.1 and d98e8a64: optimizer_config.py; Megatron-LM training/arguments.py --optimizer-offload-fraction (d98e8a64)",
-        when=lambda c: c.offloaded and c.run.optimizer.resident == 1),
+        when=lambda c: c.offloaded and resident(c.run) == 1),
     row("offload-on-a-sharded-engine", "optimizer_cpu_offload on {c.traits.full_name}",
         "engine mcore: mpbridge keeps states of sharded engines on the GPU, whatever the field says, and megatron-core cannot pin the shards of Megatron-FSDP",
         _ON_THE_GPU, "mpbridge/backend/engines/shard_optimizer.py; Megatron-LM#1986, hybrid_optimizer.py _get_sub_optimizer_param_groups (0.16.1, d98e8a64)",

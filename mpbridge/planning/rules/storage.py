@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType, say
 from mpbridge.planning.memory.buckets import ALIGN
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
@@ -95,7 +94,7 @@ RULES: tuple[Rule, ...] = (
         "a distributed optimizer, which keeps the high-precision copy",
         f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}", f"{ARGUMENTS}; megatron-core 0.16.1 accepts it silently",
         about="stored", when=lambda c: c.core and c.stored and not c.run.optimizer.distributed,
-        cure_here=lambda c: PLAIN_WEIGHTS if c.run.optimizer.name in BESIDE_ADAM else f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}", emulated="warning"),
+        cure_here=lambda c: PLAIN_WEIGHTS if c.run.optimizer.name != "adam" else f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}", emulated="warning"),
     row("mxfp8-gather-without-reused-buffer", "MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false",
         "the gradient buffer reused for the gather",
         f"mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or {PLAIN_WEIGHTS}",
@@ -138,7 +137,7 @@ RULES: tuple[Rule, ...] = (
         "plain DDP or FSDP2: the distributed optimizer silently creates FP32 main weights and moments regardless",
         "ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
         "megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
-        about="own_copy", when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed, cure_here=lambda c: f"{c.plain_ddp}, or engine=fsdp2"),
+        about="own_copy", when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed, cure_here=lambda c: c.plain_ddp + ("" if c.offloaded or c.run.parallel.data < c.run.parallel.world_size else ", or engine=fsdp2")),
     row("full-16-bit-with-fp32-reduction", "{c.policy.params.short} parameters as their own main copy with FP32 gradients",
         "gradients in the parameters' dtype: torch rejects any other dtype in .grad",
         "mixed_precision.grad_reduce_in_fp32=false", "torch 2.13: assigning .grad of another dtype raises",

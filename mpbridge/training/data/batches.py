@@ -39,7 +39,7 @@ class Feed:
     def __init__(self, run: Run, dataset: Iterable[Mapping[str, torch.Tensor]] | None = None) -> None:
         self.run, self.dataset = run, dataset
         self.seq_length, self.vocab_size = run.facts.shape.seq_length, run.facts.shape.vocab_size
-        seed = int(run.train.get("seed", 1234))
+        seed = run.train["seed"]
         # a run on the user's own iterable, without evaluation, needs no corpus
         wanted = dataset is None or bool(run.train.get("eval_interval") and run.train.get("eval_iters"))
         self.corpus: Corpus | None = None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mpbridge.common.errors import CheckpointError, Refused, brief
+from mpbridge.common.errors import BadValue, CheckpointError, Refused, brief
 from mpbridge.common.files import (
     ProgressCallback,
     bytes_of,
@@ -65,7 +65,7 @@ def sign_checkpoint(
 ) -> Mapping[str, Any]:
     """Writes the record into the folder of a checkpoint, or of served weights with their contract, and model signing's bundle if it is to be published; returns the test result.
 
-    Raises CheckpointError for damaged files, Refused if the audits are of another run.
+    Raises CheckpointError for damaged files, Refused if the audits are of another run, BadValue for a bundle that would no longer fit.
     """
     subject = Subject.of(folder)
     for name in OUTSIDE:  # of a signing that was killed: neither the checkpoint's nor the record's
@@ -81,6 +81,10 @@ def sign_checkpoint(
         # before anything is written
         model_signing_for(signer)
         refuse_link(folder / MODEL_SIGNATURE)
+    elif os.path.lexists(folder / MODEL_SIGNATURE):
+        raise BadValue(
+            f"{folder / MODEL_SIGNATURE} is of this folder with the record that it has now: sign the folder again too (--publish), or remove that file"
+        )
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in found.items()]
     lines = [
         signer.envelope({"_type": STATEMENT, "subject": subjects, "predicateType": kind, "predicate": body}, PAYLOAD)

@@ -78,6 +78,9 @@ class Listen(Hook):
     def stepped(self, training: Training, result: Any) -> None:
         """Records the loss and moves on to the next step."""
         self.losses.append(result.loss)
+        scale = training.run.policy.loss_scale
+        if scale is not None and scale.dynamic and not result.applied:  # it finds its value by overflowing
+            self.statistics.drop()
         self.statistics.step(training.counters.iteration + 1)
 
 

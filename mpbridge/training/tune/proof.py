@@ -16,6 +16,7 @@ import torch
 
 from mpbridge.backend.devices.collectives import summed
 from mpbridge.backend.engines.contract import Batch
+from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.errors import BadValue, DataError, Refused
 from mpbridge.numerics import Emulation
 from mpbridge.precision.policy import PrecisionPolicy
@@ -75,6 +76,21 @@ class EngineSubject:
         require_gradients(engine)
         self.engine, self.emulation, self.feed = engine, engine.emulation, feed
         self._micro, self._rank, self._ranks = microbatches, rank, ranks
+        if (scale := engine.emulation.policy.loss_scale) is not None and scale.dynamic:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Lowers a dynamic loss scale as overflowing steps do, and a little further: at the value that it settles at, another batch may overflow."""
+        optimizer, room = self.engine.optimizer, 3
+        held = [getattr(one, "grad_scaler", None) for one in (optimizer, *parts(optimizer))]
+        scalers = {id(one): one for one in held if one is not None}.values()
+        for _ in range(64):  # from 2**32, with hysteresis
+            if not room:
+                break
+            high_precision(self, "train", 0)
+            room -= math.isfinite(summed([_norm2(self.gradients())])[0])
+            for scaler in scalers:
+                scaler.update(True)
 
     def backward(self, split: BatchSource, number: int) -> float:
         """See Subject."""
@@ -215,6 +231,10 @@ def prove(
         high = high_precision(subject, split, number)
         exact = [gradient.detach().float().clone() for gradient in subject.gradients()]
         norms.append(summed([_norm2(exact)])[0])
+        if not math.isfinite(norms[-1]):
+            raise DataError(
+                f"the gradient of batch {number + 1} is not finite in high precision either, which no format fixes (a lower loss scale may)"
+            )
         if not norms[-1]:
             raise DataError(
                 f"batch {number + 1} has no gradient at all, so no relative error can be computed (is every token masked?)"

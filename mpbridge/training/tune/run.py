@@ -74,7 +74,7 @@ def tune(
             unseen=unseen,
             pricing=Pricing(machine=target, constants=where.constants),
             run=dataclasses.replace(priced, machine=target),
-            seed=int(run.train.get("seed") or 1234),
+            seed=run.train["seed"],
             notes=(*left_out, *notes),
         )
         with opened(container, base, batches=batches, unseen=unseen) as (subject, weights):

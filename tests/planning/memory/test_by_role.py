@@ -516,6 +516,9 @@ def test_states_on_the_host_are_not_counted_and_their_absence_is_said(fraction):
     assert any("on the host" in words for words in left_out_of_time(away)) is bool(fraction)
     assert any("on the host" in words for words in left_out_of_memory(away)) is bool(fraction)
     assert there.exact is not bool(fraction)
+    # where offload is refused (offload-on-a-sharded-engine) the states stay
+    refused, kept = (dataclasses.replace(run, engine="megatron_fsdp") for run in (away, plain))
+    assert memory(policy("bf16"), refused).states == memory(policy("bf16"), kept).states
 
 
 def test_what_is_smaller_than_it_is_counted_never_certainly_exceeds_a_memory(cli):

@@ -8,10 +8,10 @@ import re
 import pytest
 import yaml
 
-from mpbridge.common.facts import OptimizerFacts
+from mpbridge.common.facts import OptimizerFacts, Parallel
 from mpbridge.common.traits import traits
 from mpbridge.planning.rules.table import broken, rules
-from tests.planning.rules.test_rules import AWARE, LORA, OVERLAP, SHAPE, TABLE, case, ids, machine, opt, te
+from tests.planning.rules.test_rules import AWARE, LORA, OVERLAP, SHAPE, TABLE, VPP, case, ids, machine, opt, te
 
 SETTING = re.compile(r"(?:(mixed_precision|model|optimizer|ddp|parallel)\.)?(\w+)=(\S+)")
 SIZES = {
@@ -26,6 +26,10 @@ DECIDES = {
 """Field of a recipe -> the facts of a case's policy that it decides."""
 CIRCLES = {
     "full 16 bits, overlapped": {"recipe": "full_bf16", "ddp": OVERLAP},
+    "full 16 bits, precision-aware": {"recipe": "full_bf16", "config": AWARE, "ddp": OVERLAP},
+    "full 16 bits, offloaded": {"recipe": "full_bf16", "optimizer": opt(cpu_offload=True)},
+    "full 16 bits, in stages": {"recipe": "full_bf16", "optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": VPP, "global_batch_size": 8},
+    "full 16 bits, in two instances": {"recipe": "full_bf16", "ddp": {"num_distributed_optimizer_instances": 2}, "parallel": Parallel(world_size=4)},
     "full 16 bits, plain": {"recipe": "full_bf16", "ddp": OVERLAP, "optimizer": OptimizerFacts()},
     "bf16 main weights beside mxfp8": {
         "recipe": "mxfp8", "machine": machine("b200"), "ddp": OVERLAP,
@@ -33,6 +37,8 @@ CIRCLES = {
     },
     "bf16 main weights, not aware": {"recipe": "mxfp8", "machine": machine("b200"), "ddp": OVERLAP, "policy": {"main_params": "bf16"}},
     "sgd on shards": {"optimizer": OptimizerFacts(distributed=True, name="sgd"), "ddp": OVERLAP},
+    "sgd on shards of stored weights": {"recipe": "fp8_ds", "optimizer": OptimizerFacts(distributed=True, name="sgd")},
+    "sgd beside stored weights": {"recipe": "fp8_ds", "optimizer": OptimizerFacts(name="sgd")},
     "delayed weight gradients alone": {"model": {"delay_wgrad_compute": True}},
     "mxfp8 for single modules": {"machine": machine("b200"), "config": {"modules": {"mlp.*": "mxfp8"}}, "ddp": OVERLAP},
     "mxfp8 gathers 16 bits": {
@@ -151,5 +157,6 @@ def test_no_cure_for_an_offloaded_optimizer_undoes_what_offload_needs(name):
         "remainders-need-newer-engine",
         "fp8-recipe-leaks-into-the-optimizer",
         "fused-adam-keeps-no-bf16-main-weights",
+        "precision-aware-with-fp8",
     }
     assert not beside & set(ids(before))

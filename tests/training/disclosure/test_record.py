@@ -440,3 +440,13 @@ def test_served_weights_are_signed_with_their_contract(made, tmp_path, capsys, c
     contract = json.loads((folder / "contract.json").read_text())
     (folder / "contract.json").write_text(json.dumps(contract | {"run": None}))
     assert "names no run" in cli(*sign, code=2)
+
+
+def test_a_record_that_a_folders_signature_covers_is_not_replaced_alone(made, copy, capsys):
+    again = ["disclose", str(copy), "--run", str(made / "run"), "--sign", str(made / "key.pem")]
+    assert main(again) == 2
+    assert "sign the folder again too (--publish), or remove that file" in capsys.readouterr().err
+    assert verify(copy, made, capsys)[0] == 0
+    (copy / SIGNATURE).unlink()
+    assert main(again) == 0
+    assert verify(copy, made, capsys)[0] == 0
