@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mpbridge.common.errors import MpbridgeError, Refused, naming
+from mpbridge.common.errors import BadValue, MpbridgeError, Refused, naming
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables import GIB
@@ -298,11 +298,19 @@ class Schedule(Outlook):
         return "; ".join(dict.fromkeys(stage.undivided for stage in self.stages if stage.undivided))
 
     def _of_each(self, part: str) -> list[Any]:
-        """That part of every stage. Raises what the first without it does, with its name where others have it."""
-        alike, found = all(stage.undivided for stage in self.stages), []
+        """That part of every stage. Raises what the first without it does, with its name unless all say the same."""
+        found: list[Any] = []
+        faults: dict[str, MpbridgeError] = {}
         for stage in self.stages:
-            with naming("" if alike else stage.name):
+            try:
                 found.append(getattr(stage, part))
+            except (Refused, BadValue) as error:
+                faults[stage.name] = error
+        if faults:
+            name, first = next(iter(faults.items()))
+            alike = [str(error) for error in faults.values()] == [str(first)] * len(self.stages)
+            with naming("" if alike else name):
+                raise first
         return found
 
     def on(self, facts: RunFacts) -> Outlook:

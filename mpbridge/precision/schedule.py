@@ -112,7 +112,7 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
 
 def shares(stages: Sequence[HasEnd], *, steps: int, tokens_per_step: int) -> tuple[float, ...] | None:
     """Each stage's share of the run's steps. None: not known, as where a stage ends at a step of a run whose length is not set (steps=0). Raises Contradiction
-    as `spans` does, without a length for ends that no length puts in order."""
+    as `spans` does, and BadValue without a length for ends that no length puts in order."""
     if steps:
         return tuple(
             (span.stop - span.start) / steps for span in spans(stages, steps=steps, tokens_per_step=tokens_per_step)

@@ -109,6 +109,7 @@ def test_what_refuses_a_stage_names_it(ask, cli):
     odd = cli("memory", *words, "parallel.pipeline_model_parallel_size=3", code=1, error=True)
     assert "layers-do-not-divide" in odd
     assert "stage 1 (" not in odd
+    assert cli("estimate", words[0], "--target", "cpu", code=2, error=True).startswith("CPU has no rates")
 
 
 def test_layers_in_high_precision_are_so_in_every_stage(ask):

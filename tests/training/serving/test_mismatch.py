@@ -34,19 +34,16 @@ def test_the_same_bytes_and_activations_compute_the_same(path: Path, tmp_path: P
 
 
 def test_a_checkpoint_of_a_schedule_is_measured_in_the_stage_that_saved_it(tmp_path: Path) -> None:
-    stages = [
-        {"recipe": "bf16_mixed", "until": 2},
-        {"recipe": models.RECIPES["mxfp8"], "until": 4},
-        {"recipe": "bf16_mixed"},
-    ]
+    recipe = models.RECIPES["mxfp8"]
+    edge = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
+    stages = [{"recipe": "bf16_mixed", "until": 2}, {"recipe": recipe, **edge, "until": 4}, {"recipe": recipe}]
     saved = {"save": str(tmp_path), "save_interval": 2, "async_save": False}
     survival.go(survival.run(stages, emulate=True, checkpoint=saved))
-    with _model(tmp_path / "step_00000004") as engine:
-        assert engine.run.recipe == models.RECIPES["mxfp8"]
-    for step in (2, 6):
-        refused = pytest.raises(BadValue, match="its recipe bf16_mixed quantizes nothing")
-        with refused, _model(tmp_path / f"step_0000000{step}"):
-            pass
+    for step, kept in ((4, (0,)), (6, ())):
+        with _model(tmp_path / f"step_0000000{step}") as engine:
+            assert (engine.run.recipe, engine.run.policy.bf16_layers(2)) == (recipe, kept)
+    with pytest.raises(BadValue, match="its recipe bf16_mixed quantizes nothing"), _model(tmp_path / "step_00000002"):
+        pass
 
 
 def test_a_folder_in_high_precision_is_plain_bf16(path: Path) -> None:
