@@ -137,7 +137,7 @@ RULES: tuple[Rule, ...] = (
         "plain DDP or FSDP2: the distributed optimizer silently creates FP32 main weights and moments regardless",
         "ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
         "megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
-        about="own_copy", when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed, cure_here=lambda c: c.plain_ddp + ("" if c.offloaded or c.run.parallel.data < c.run.parallel.world_size else ", or engine=fsdp2")),
+        about="own_copy", when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed, cure_here=lambda c: c.plain_ddp + ("" if c.offloaded or c.run.parallel.data < c.run.parallel.world_size or c.run.parallel.expert > 1 else ", or engine=fsdp2")),
     row("full-16-bit-with-fp32-reduction", "{c.policy.params.short} parameters as their own main copy with FP32 gradients",
         "gradients in the parameters' dtype: torch rejects any other dtype in .grad",
         "mixed_precision.grad_reduce_in_fp32=false", "torch 2.13: assigning .grad of another dtype raises",

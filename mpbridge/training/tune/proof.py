@@ -16,7 +16,6 @@ import torch
 
 from mpbridge.backend.devices.collectives import summed
 from mpbridge.backend.engines.contract import Batch
-from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.errors import BadValue, DataError, Refused
 from mpbridge.numerics import Emulation
 from mpbridge.precision.policy import PrecisionPolicy
@@ -82,7 +81,8 @@ class EngineSubject:
     def _settle(self) -> None:
         """Lowers a dynamic loss scale as overflowing steps do, and a little further: at the value that it settles at, another batch may overflow."""
         optimizer, room = self.engine.optimizer, 3
-        held = [getattr(one, "grad_scaler", None) for one in (optimizer, *parts(optimizer))]
+        # a rank without parameters of its own scales the loss too
+        held = [getattr(one, "grad_scaler", None) for one in (optimizer, *getattr(optimizer, "chained_optimizers", ()))]
         scalers = {id(one): one for one in held if one is not None}.values()
         for _ in range(64):  # from 2**32, with hysteresis
             if not room:
@@ -316,7 +316,7 @@ def under(subject: Subject, policy: PrecisionPolicy, split: str, number: int) ->
 def _norm2(tensors: Sequence[torch.Tensor]) -> float:
     if not tensors:
         return 0.0
-    return float(torch.stack([tensor.square().sum(dtype=torch.float64) for tensor in tensors]).sum())
+    return float(torch.stack([tensor.float().square().sum(dtype=torch.float64) for tensor in tensors]).sum())
 
 
 ERRORS = 2.0

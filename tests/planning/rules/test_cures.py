@@ -27,6 +27,7 @@ DECIDES = {
 CIRCLES = {
     "full 16 bits, overlapped": {"recipe": "full_bf16", "ddp": OVERLAP},
     "full 16 bits, precision-aware": {"recipe": "full_bf16", "config": AWARE, "ddp": OVERLAP},
+    "full 16 bits, experts apart": {"recipe": "full_bf16", "parallel": Parallel(world_size=4, expert=2)},
     "full 16 bits, offloaded": {"recipe": "full_bf16", "optimizer": opt(cpu_offload=True)},
     "full 16 bits, in stages": {"recipe": "full_bf16", "optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": VPP, "global_batch_size": 8},
     "full 16 bits, in two instances": {"recipe": "full_bf16", "ddp": {"num_distributed_optimizer_instances": 2}, "parallel": Parallel(world_size=4)},

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from mpbridge.cli.main import main
+from mpbridge.training.tune.proof import _norm2
 from tests.worlds import start
 
 NVFP4 = "bf16_with_nvfp4_mixed"
@@ -40,6 +42,11 @@ def test_the_recipe_is_written_shown_and_trains(tmp_path: Path, corpus: list[str
     assert "randomly initialized weights" in card
     trained = ["train.train_iters=1", "train.eval_interval=null", "scheduler.lr_warmup_iters=0", "train.audit=stop"]
     cli("train --recipe", out, "--emulate", *settings, *trained)
+
+
+def test_the_norm_of_fp16_gradients_does_not_overflow() -> None:
+    # a loss scale would be lowered until squares fit FP16
+    assert _norm2([torch.full((4,), 300.0, dtype=torch.float16)]) == 4 * 300.0**2
 
 
 def test_a_budget_of_bytes_counts_the_fullest_rank(tmp_path: Path, corpus: list[str], cli) -> None:
