@@ -234,7 +234,7 @@ def run(options: argparse.Namespace, store: Store) -> None:
                     counted[merged.outcome] += 1
                     if options.show and merged.outcome == "failed":
                         print(f"--- {merged.test}\n{merged.text[: options.show]}", flush=True)
-                if not world.unfinished:
+                if not (tests or world.unfinished):
                     store.add(file, ranks, None)
                 left = " (out of time)" if world.unfinished else ""
                 print(

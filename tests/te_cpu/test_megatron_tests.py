@@ -1,6 +1,9 @@
 """The books of `scripts/evidence/megatron_tests.py`: which world a case's result is of, what counts, and what it names."""
 
+import argparse
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +29,30 @@ def test_a_case_has_the_result_of_its_largest_world(tmp_path: Path) -> None:
     assert found == {"test_x": "passed", "test_y": "ranks"}
     assert script.wanted(store, "one/test_a.py", 8, False, []) == ["tests/unit_tests/one/test_a.py::test_y"]
     assert script.wanted(store, "one/test_b.py", 8, False, []) is None
+
+
+def test_a_larger_world_runs_what_wants_it_and_has_not_run_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_out = []
+
+    class World(SimpleNamespace):
+        unfinished = False
+
+        def run(self, arguments: list[str], limit: float, done: list[str]) -> list[Merged]:
+            left_out.append((self.count, arguments[-1], [name.split("::")[1] for name in done]))
+            return []
+
+    monkeypatch.setattr(script, "Ranks", lambda count, *_, **__: contextlib.nullcontext(World(count=count)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    store = filled(tmp_path, (1, "test_x", "passed", ""), (1, "test_y", "failed", WORLD), (1, "test_z", "passed", ""))
+    options = {"checkout": tmp_path, "files": ["one/test_a.py"], "te": "2.20", "again": [], "minutes": 1, "show": 0}
+    for sizes in ([1, 8], [8]):
+        script.run(argparse.Namespace(**options, ranks=sizes, grace=1, each=1), store)
+    page, every = "tests/unit_tests/one/test_a.py", ["test_x", "test_y", "test_z"]
+    assert left_out == [(1, page, every), (8, page, ["test_x", "test_z"]), (8, page, [])]
+    assert (store.whole(1), store.whole(8)) == ({"one/test_a.py"}, {"one/test_a.py"})
 
 
 @pytest.mark.parametrize(
