@@ -6,6 +6,9 @@
 Every arm is a separate process and they take turns, a step each, round after round, so that a noisy neighbour affects all arms alike; the
 figure is the median over rounds of (arm / bf16) in CPU time of the arm's process. The second bf16 arm shows the noise. Compile time
 is reported separately: the wall time of the first two steps. Memory is the peak, over one step, of the bytes of live storages.
+
+`least` is the ratio that the memory alone allows: each operand read once and each copy of it that a GEMM reads written once, in BF16, at the rate at
+which the bf16 arm copies tensors of the operands' sizes.
 """
 
 from __future__ import annotations
@@ -73,6 +76,26 @@ def batches(micro: int, seq: int, vocabulary: int = 256) -> Iterator[dict[str, t
         }
 
 
+def moved(emulation: Any, tokens: int) -> int:
+    """Bytes that quantizing the operands of a step's GEMMs moves at least."""
+    count = 0
+    for linear in emulation.plugged():
+        outs, ins = linear.weight.shape
+        for side, elements in (("x", tokens * ins), ("w", outs * ins), ("dy", tokens * outs)):
+            count += elements * (2 if linear.plug.quantizer.shares_copies(side) else 3)
+    return count * torch.bfloat16.itemsize
+
+
+def seconds_per_byte(rows: int = 2048, columns: int = 768, repeats: int = 200) -> float:
+    """CPU seconds of a byte read or written, where eight tensors of an operand's size are copied in turn."""
+    pairs = [[torch.ones(rows, columns, dtype=torch.bfloat16) for _ in range(2)] for _ in range(8)]
+    began = time.process_time()
+    for turn in range(repeats):
+        source, copy = pairs[turn % len(pairs)]
+        copy.copy_(source)
+    return (time.process_time() - began) / (repeats * 2 * source.nbytes)
+
+
 class Arm:
     """One engine running a recipe, ready to step."""
 
@@ -86,6 +109,8 @@ class Arm:
         self.engine: Any = build_engine(self.run)
         self.emulation = getattr(self.engine, "emulation", None)
         self.linears = 0 if self.emulation is None else len(self.emulation.plugs)
+        tokens = self.run.train["global_batch_size"] * self.run.facts.shape.seq_length
+        self.moved = moved(self.emulation, tokens) if self.emulation else 0
 
     def step(self) -> None:
         """One optimizer step."""
@@ -109,6 +134,7 @@ class Plain:
         torch.manual_seed(0)
         self.net = torch.nn.ModuleList(PlainLayer(width) for _ in range(layers)).bfloat16()
         self.x, self.emulation, self.linears = torch.randn(*tokens, width).bfloat16(), None, 0
+        self.moved = 0
         if kind == "torchao":
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -118,6 +144,7 @@ class Plain:
             config.first_last_layers_bf16 = False
             self.emulation = emulate_linears(self.net, resolve(config))
             self.linears = len(self.emulation.plugs)
+            self.moved = moved(self.emulation, tokens[0] * tokens[1])
 
     def step(self) -> None:
         """Forward and backward."""
@@ -158,9 +185,16 @@ class PlainLayer(torch.nn.Module):
         return x + self.down(torch.nn.functional.silu(gate) * up)
 
 
+def cpu(step: Callable[[], object]) -> float:
+    """CPU seconds that it takes."""
+    began = time.process_time()
+    step()
+    return time.process_time() - began
+
+
 def child(pipe: Any, kind: str, plain: bool, micro: int, threads: int) -> None:
-    """One arm's process: builds the arm, sends (linears, seconds of the first two steps), then answers 'step' with CPU seconds and 'peak' with
-    bytes."""
+    """One arm's process: builds the arm, sends (linears, seconds of the first two steps), then answers 'step' with CPU seconds, 'peak' and
+    'moved' with bytes, and 'rate' with the CPU seconds of a byte that is copied."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
     start_process_group(cuda=False)
@@ -170,8 +204,11 @@ def child(pipe: Any, kind: str, plain: bool, micro: int, threads: int) -> None:
         arm.step(), arm.step()
         pipe.send((arm.linears, time.perf_counter() - began))
         while (asked := pipe.recv()) != "stop":
-            began = time.process_time()
-            pipe.send(arm.peak() if asked == "peak" else (arm.step(), time.process_time() - began)[1])
+            pipe.send(
+                {"peak": arm.peak, "moved": lambda: arm.moved, "rate": seconds_per_byte, "step": lambda: cpu(arm.step)}[
+                    asked
+                ]()
+            )
     stop_process_group()
 
 
@@ -225,24 +262,27 @@ def main() -> None:
     args = parser.parse_args()
     arms = Processes(["bf16", "bf16 again", *args.recipes, *(["torchao"] if args.plain else [])], args)
     seconds = arms.rounds(args.rounds)
-    base = arms.ask("bf16", "peak")
+    base, rate = arms.ask("bf16", "peak"), statistics.median(arms.ask("bf16", "rate") for _ in range(5))
+    bf16 = statistics.median(seconds["bf16"])
     table: dict[str, dict[str, float]] = {}
-    print(f"{'arm':<12} {'CPU s/step':>10} {'of bf16':>8} {'limit':>6} {'memory':>7} {'compile s':>9}")
+    print(f"{'arm':<12} {'CPU s/step':>10} {'of bf16':>8} {'least':>6} {'limit':>6} {'memory':>7} {'compile s':>9}")
     for name in arms.pipes:
         ratio = statistics.median(own / bf16 for own, bf16 in zip(seconds[name], seconds["bf16"], strict=True))
         row = {
             "seconds": statistics.median(seconds[name]),
             "ratio": ratio,
+            "least": 1 + arms.ask(name, "moved") * rate / bf16,
             "bytes": arms.ask(name, "peak") / base,
             "compile": arms.built[name][1],
         }
         table[name] = row
         limit = f"{LIMITS[name]:.2f}" if name in LIMITS and not args.plain else ""
         print(
-            f"{name:<12} {row['seconds']:>10.3f} {row['ratio']:>8.3f} {limit:>6} {row['bytes']:>7.3f} {row['compile']:>9.1f}",
+            f"{name:<12} {row['seconds']:>10.3f} {row['ratio']:>8.3f} {row['least']:>6.3f} {limit:>6} {row['bytes']:>7.3f} {row['compile']:>9.1f}",
             flush=True,
         )
         arms.pipes[name].send("stop")
+    print(f"memory: {1e-9 / rate:.1f} GB read and written per CPU second")
     if args.json:
         args.json.write_text(
             json.dumps({"threads": args.threads, "micro": args.micro, "plain": args.plain, "arms": table}, indent=1)
