@@ -69,13 +69,12 @@ def data_parallel() -> tuple[int, int]:
 
 
 def bare(container: ConfigContainer) -> ConfigContainer:
-    """A copy whose run is measured: emulated, on an engine that does not shard gradients, without checkpoints and files."""
+    """A copy whose run is measured: emulated, on an engine that does not shard gradients, without an update, checkpoints and files."""
     made = container.copy()
     made.emulate, made.engine = True, DEFAULT
-    for section in (made.ddp, made.optimizer):
-        for name in ("use_distributed_optimizer", "overlap_param_gather"):
-            if section.get(name):
-                section[name] = False
+    for name in {*made.ddp} - {"grad_reduce_in_fp32"}:
+        del made.ddp[name]
+    made.optimizer = {"lr": 1.0}
     made.checkpoint, made.logger = {}, {"log_dir": None, "tensorboard": False, "progress": False}
     return made
 
