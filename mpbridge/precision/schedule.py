@@ -117,11 +117,11 @@ def shares(stages: Sequence[HasEnd], *, steps: int, tokens_per_step: int) -> tup
         return tuple(
             (span.stop - span.start) / steps for span in spans(stages, steps=steps, tokens_per_step=tokens_per_step)
         )
-    marks = [Mark.parse(stage.until) for stage in stages[:-1]]
+    marks = [Mark.parse(stage.until) for stage in stages if stage.until is not None]
     for unit in get_args(MarkUnit):
         alike = [mark.amount for mark in marks if mark.unit == unit]
         if alike != sorted(set(alike)):
-            order = ", ".join(f"{stage.recipe} until {stage.until}" for stage in stages[:-1])
+            order = ", ".join(f"{stage.recipe} until {stage.until}" for stage in stages if stage.until is not None)
             raise BadValue(f"{order}: give each stage a later `until` than the one before it")
     if any(mark.unit != "percent" for mark in marks):
         return None
