@@ -72,9 +72,7 @@ def bare(container: ConfigContainer) -> ConfigContainer:
     """A copy whose run is measured: emulated, on an engine that does not shard gradients, without an update, checkpoints and files."""
     made = container.copy()
     made.emulate, made.engine = True, DEFAULT
-    for name in {*made.ddp} - {"grad_reduce_in_fp32"}:
-        del made.ddp[name]
-    made.optimizer = {"lr": 1.0}
+    made.ddp, made.optimizer = {}, {"lr": 1.0}  # what of them a gradient depends on is the recipe's
     made.checkpoint, made.logger = {}, {"log_dir": None, "tensorboard": False, "progress": False}
     return made
 
