@@ -98,7 +98,7 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
         except BadValue as error:
             faults.append(f"stage {index + 1} ({stage.recipe}): {error}")
             continue
-        ends = f"stage {index + 1} ({stage.recipe}) ends at step {stop}"
+        ends = f"{stage.recipe}{'' if stage.until is None else f' until {stage.until}'} ends at step {stop}"
         if stop <= start and steps:
             faults.append(f"{ends}, but it begins after step {start}: give it a later `until`")
         if stop > steps:

@@ -128,7 +128,7 @@ def test_ends_that_no_length_orders_are_refused_without_one(cli, until):
     words = f"mixed_precision=[{', '.join(stages)}, bf16_mixed]", "optimizer.nope=1"
     for length, order in (
         ("null", "give each stage a later `until` than the one before it"),
-        ("100", "give it a later `until`"),
+        ("100", f"bf16_mixed until {until[-1]} ends at step"),
     ):
         said = cli("check", *words, f"train.train_iters={length}", code=2)
         assert order in said
