@@ -85,7 +85,7 @@ def _certificate(args: argparse.Namespace, made: Run, variant: str | None) -> Ce
     )
     if len(made.stages) < 2:
         return found
-    only = f"only the first of {len(made.stages)} recipes is certified, {made.recipe} (named as an argument, another one is)"
+    only = f"only the first of {len(made.stages)} recipes is certified, {made.recipe} (named as an argument instead of the list, another one is)"
     return dataclasses.replace(found, sentences={**found.sentences, "schedule": only})
 
 

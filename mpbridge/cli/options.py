@@ -115,7 +115,7 @@ def container(args: argparse.Namespace) -> ConfigContainer:
     if args.recipe is not None:
         twice = [text for text in overrides if text.startswith(_PRECISION)]
         if twice:
-            raise BadValue(f"--recipe {args.recipe} and {twice[0]}: two recipes; use only one of them")
+            raise BadValue(f"recipe {args.recipe} and {twice[0]} both choose the recipe: use only one of them")
         overrides.insert(0, f"mixed_precision.recipe={quoted(args.recipe)}")
     overrides += [f"engine={args.engine}"] if args.engine else []
     overrides += [f"emulate={EMULATION[args.emulate]}"] if args.emulate else []

@@ -260,7 +260,8 @@ class Schedule(Outlook):
     @cached_property
     def fullest(self) -> Outlook:
         """The stage whose answer is worst, and of these the one that needs most."""
-        have, _ = self.machine.memory_bytes, self._of_each("memory")
+        have = self.machine.memory_bytes
+        self._of_each("memory")  # raises, with the stage's name
         return max(self.stages, key=lambda stage: (_FITS.index(verdict(stage.memory, have)), stage.memory.needed))
 
     @cached_property

@@ -98,7 +98,7 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
         except BadValue as error:
             faults.append(f"stage {index + 1} ({stage.recipe}): {error}")
             continue
-        ends = f"stage {index + 1} ({stage.recipe}) ends at step {stop}"
+        ends = f"{stage.recipe}{'' if stage.until is None else f' until {stage.until}'} ends at step {stop}"
         if stop <= start and steps:
             faults.append(f"{ends}, but it begins after step {start}: give it a later `until`")
         if stop > steps:
@@ -117,11 +117,11 @@ def shares(stages: Sequence[HasEnd], *, steps: int, tokens_per_step: int) -> tup
         return tuple(
             (span.stop - span.start) / steps for span in spans(stages, steps=steps, tokens_per_step=tokens_per_step)
         )
-    marks = [Mark.parse(stage.until) for stage in stages[:-1]]
+    marks = [Mark.parse(stage.until) for stage in stages if stage.until is not None]
     for unit in get_args(MarkUnit):
         alike = [mark.amount for mark in marks if mark.unit == unit]
         if alike != sorted(set(alike)):
-            order = ", ".join(f"{stage.recipe} until {stage.until}" for stage in stages[:-1])
+            order = ", ".join(f"{stage.recipe} until {stage.until}" for stage in stages if stage.until is not None)
             raise BadValue(f"{order}: give each stage a later `until` than the one before it")
     if any(mark.unit != "percent" for mark in marks):
         return None

@@ -141,7 +141,7 @@ class Draft:
         self._add([*data_faults(data), *nonfinite_faults(train, full["checkpoint"])])
         if also is not None:
             self._add(also(full | inputs | {"model": model | {"vocab_size": rows}, "engine": {"name": engine}}))
-        if len(self.stages) > 1 and (train["train_iters"] or not self.faults):  # only `spans` takes ends that are none
+        if len(self.stages) > 1:
             length = {"steps": train["train_iters"] or 0, "tokens_per_step": train["global_batch_size"] * seq}
             self._tried("mixed_precision: ", lambda: shares(self.stages, **length))
         if self.faults or not self.stages or parallel is None:

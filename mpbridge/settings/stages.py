@@ -117,7 +117,7 @@ def read_stages(
             preferred = preferred or engine_for(resolve(config))
             config = with_storage(config, engine=engine or preferred, optimizer=str(optimizer.get("optimizer", "adam")))
             policy = resolve(config, optimizer=optimizer, layers=layers)
-            if len(faults) == before:
+            if len(faults) == before and (until is not None or i == len(parts)):
                 found.append(Stage(recipe=name, config=config, policy=policy, until=until, engine=preferred, replaced=replaced))  # fmt: skip
         except MpbridgeError as error:
             faults += [f"{place}: {fault}" for fault in (error.faults if isinstance(error, Contradiction) else [error])]
@@ -149,9 +149,10 @@ def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: 
     else:
         try:
             Mark.parse(until)
+            return rest, until
         except BadValue as error:
             faults.append(f"{place}: {error}")
-    return rest, until
+    return rest, None
 
 
 def _authored(

@@ -69,13 +69,10 @@ def data_parallel() -> tuple[int, int]:
 
 
 def bare(container: ConfigContainer) -> ConfigContainer:
-    """A copy whose run is measured: emulated, on an engine that does not shard gradients, without checkpoints and files."""
+    """A copy whose run is measured: emulated, on an engine that does not shard gradients, without an update, checkpoints and files."""
     made = container.copy()
     made.emulate, made.engine = True, DEFAULT
-    for section in (made.ddp, made.optimizer):
-        for name in ("use_distributed_optimizer", "overlap_param_gather"):
-            if section.get(name):
-                section[name] = False
+    made.ddp, made.optimizer = {}, {"lr": 1.0}  # what of them a gradient depends on is the recipe's
     made.checkpoint, made.logger = {}, {"log_dir": None, "tensorboard": False, "progress": False}
     return made
 

@@ -122,11 +122,18 @@ def test_layers_in_high_precision_are_so_in_every_stage(ask):
         assert ask("check", schedule(*stages), "train.train_iters=4")["bf16_layers"] == [0]
 
 
-@pytest.mark.parametrize("until", [("90%", "50%"), ("90%", "90%"), (50, 40)])
+@pytest.mark.parametrize("until", [("90%", "50%"), ("90%", "90%"), (50, 40), ("90%", "soon", "50%")])
 def test_ends_that_no_length_orders_are_refused_without_one(cli, until):
     stages = [f"{{recipe: bf16_mixed, until: {end}}}" for end in until]
-    said = cli("check", f"mixed_precision=[{', '.join(stages)}, bf16_mixed]", "train.train_iters=null", code=2)
-    assert "give each stage a later `until` than the one before it" in said
+    words = f"mixed_precision=[{', '.join(stages)}, bf16_mixed]", "optimizer.nope=1"
+    for length, order in (
+        ("null", "give each stage a later `until` than the one before it"),
+        ("100", f"bf16_mixed until {until[-1]} ends at step"),
+    ):
+        said = cli("check", *words, f"train.train_iters={length}", code=2)
+        assert order in said
+        assert "no setting in optimizer named 'nope'" in said
+        assert said.count("'soon'") == until.count("soon")
 
 
 def test_certify_says_which_recipe_it_takes(ask, monkeypatch):

@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "check --recipe own.py:nope": (2, "'nope'", "(known: mine)"),
     "check --recipe code.py:x": (2, "x is of type int", "expected a function that returns a MixedPrecisionConfig"),
     "check --recipe gone.py:fn": (2, "gone.py: no such file", "FILE.py:FUNCTION"),
-    "check --recipe bf16 mixed_precision=fp32": (2, "two recipes", "use only one"),
+    "check --recipe bf16 mixed_precision=fp32": (2, "recipe bf16 and mixed_precision=fp32 both", "use only one"),
     "check --engine fsdp3": (2, "'fsdp3'", "'fsdp2'"),
     "check --target h1000": (2, "'h1000'", "nearest: h100"),
     "check --target h100 --machine-file m.yaml": (2, "--machine-file m.yaml", "use only one"),

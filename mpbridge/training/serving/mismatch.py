@@ -26,7 +26,7 @@ from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
 from mpbridge.training.checkpoint.verdict import read_fingerprint
 from mpbridge.training.data.sources import tokenizer
 from mpbridge.training.process import bare, process_group, with_weights
-from mpbridge.training.serving.convert import opened
+from mpbridge.training.serving.convert import checkpoint_run, opened
 from mpbridge.training.serving.differences import is_plain, read_values
 from mpbridge.training.serving.files import FolderReader, joined
 
@@ -108,8 +108,9 @@ def _model(path: Path) -> Iterator[Any]:
     with process_group(False):
         run = container.resolved(1, training=False)
         if len(run.stages) > 1 and (path / FINGERPRINT).is_file():
-            saved = read_fingerprint(path)
-            run = max(run.by_stage(), key=lambda one: (one.policy == saved.policy, one.recipe == saved.recipe))
+            saved, stages = read_fingerprint(path), checkpoint_run(path).by_stage()
+            alike = [(one.policy == saved.policy, one.recipe == saved.recipe) for one in stages]
+            run = run.at(alike.index(max(alike)))
         if run.policy.quantized is False:
             raise BadValue(
                 f"{path}: its recipe {run.recipe} quantizes nothing: training's numerics are those of plain {run.policy.compute.short}"

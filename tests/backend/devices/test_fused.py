@@ -239,6 +239,18 @@ def test_a_compiler_sees_megatron_cores_own_code(monkeypatch: pytest.MonkeyPatch
     assert seen
 
 
+def test_a_compiler_keeps_the_refusal_of_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(5, 1, 2, 4, requires_grad=True)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    with torch._dynamo.config.patch(disable=False):
+        attention = torch.compile(
+            lambda q: BlockedAttention.apply(q * 3, q * 2, q * 1.5, 0.5), backend="eager", fullgraph=True
+        )  # type: ignore[no-untyped-call]
+        assert torch.autograd.grad(attention(q).sum(), q)[0].any()
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            torch.autograd.grad(attention(q).sum(), q, create_graph=True)
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, 1, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))

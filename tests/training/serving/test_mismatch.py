@@ -38,7 +38,10 @@ def test_a_checkpoint_of_a_schedule_is_measured_in_the_stage_that_saved_it(tmp_p
     edge = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
     stages = [{"recipe": "bf16_mixed", "until": 2}, {"recipe": recipe, **edge, "until": 4}, {"recipe": recipe}]
     saved = {"save": str(tmp_path), "save_interval": 2, "async_save": False}
-    survival.go(survival.run(stages, emulate=True, checkpoint=saved))
+    # megatron-core trains them with a distributed optimizer only, and a stage is known by its states too
+    states = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    ddp = {"use_distributed_optimizer": True}
+    survival.go(survival.run(stages, emulate=True, checkpoint=saved, ddp=ddp, optimizer=states))
     for step, kept in ((4, (0,)), (6, ())):
         with _model(tmp_path / f"step_0000000{step}") as engine:
             assert (engine.run.recipe, engine.run.policy.bf16_layers(2)) == (recipe, kept)

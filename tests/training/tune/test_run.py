@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from megatron.core.distributed import DistributedDataParallelConfig
 
 from mpbridge.cli.main import main
+from mpbridge.settings.container import ConfigContainer
+from mpbridge.training.process import bare
 from mpbridge.training.tune.proof import _norm2
 from tests.worlds import start
 
@@ -42,6 +45,12 @@ def test_the_recipe_is_written_shown_and_trains(tmp_path: Path, corpus: list[str
     assert "randomly initialized weights" in card
     trained = ["train.train_iters=1", "train.eval_interval=null", "scheduler.lr_warmup_iters=0", "train.audit=stop"]
     cli("train --recipe", out, "--emulate", *settings, *trained)
+
+
+def test_a_config_object_of_the_wrapper_is_left_out_as_a_section_is() -> None:
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=False)
+    made = bare(ConfigContainer(mixed_precision=NVFP4, model={"num_layers": 1}, ddp=ddp))
+    assert not made.ddp
 
 
 def test_the_norm_of_fp16_gradients_does_not_overflow() -> None:
