@@ -97,13 +97,16 @@ class Case:
 
     @property
     def plain_states(self) -> str:
-        """Settings that select an optimizer with megatron-core's own states, as a cure."""
+        """Settings that select states which an optimizer other than FusedAdam keeps, as a cure."""
         states = {"main_grads_dtype": "main_grads", **FUSED}
         low = [field for field, fact in states.items() if getattr(self.policy, fact) not in (None, DType.FP32)]
-        also = [f" mixed_precision.{field}=null" for field in low]
+        also = ["mixed_precision.use_precision_aware_optimizer=false"] if self.aware else []
+        also += [f"mixed_precision.{field}=null" for field in low]
+        # torch's optimizers update the parameters themselves: FP32 states are those of FP32 parameters
+        narrow = self.traits.main_weights == "optimizer" and self.policy.params is not DType.FP32
+        also += ["mixed_precision.params_dtype=fp32"] if narrow else []
         # offload-needs-precision-aware would send back
-        also += [" optimizer.optimizer_cpu_offload=false"] if self.offloaded else []
-        return "".join(["mixed_precision.use_precision_aware_optimizer=false", *also])
+        return " ".join([*also, *(["optimizer.optimizer_cpu_offload=false"] if self.offloaded else [])])
 
     @property
     def offloaded(self) -> bool:
