@@ -34,7 +34,7 @@ ARGUMENTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
+    """Rehearses, prints the tables and writes the report. Returns 1 if every recipe failed. Raises KeyboardInterrupt if a signal ended it."""
     writable(args.out, folder=True)  # before a framework is loaded
     from mpbridge.training.rehearse import rehearsal
     from mpbridge.training.rehearse.page import page
