@@ -23,6 +23,7 @@ NEWER_MODEL_CONFIG = "Megatron-LM core/transformer/transformer_config.py (d98e8a
 
 PLAIN_WEIGHTS = "mixed_precision.fp8_param_gather=false mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"
 """The cure of rules about weights stored in a low-precision format; it clears both fields, since a reused buffer without stored weights is a contradiction."""
+NO_EXPERT_OVERLAP = "model.overlap_moe_expert_parallel_comm=false model.delay_wgrad_compute=false model.ep_overlap_early_attn_memory_release=false"
 
 Severity = Literal["error", "warning"]
 Emulated = Literal["same", "warning", "silent"]

@@ -8,7 +8,7 @@ from mpbridge.common.versions import at_least
 from mpbridge.planning.memory.identical_layers import windowed
 from mpbridge.planning.memory.layers import te_layers
 from mpbridge.planning.memory.ranks import batches
-from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, faults, row
+from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, NO_EXPERT_OVERLAP, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017, described
 
@@ -22,8 +22,11 @@ def _said(case: Case, *names: str) -> str:
 
 
 def _whole_stages(case: Case) -> str:
-    overlapped = case.run.optimizer.overlap_param_gather_with_step  # overlapped-step-needs-interleaving would refuse it
-    return _WHOLE_STAGES + (" optimizer.overlap_param_gather_with_optimizer_step=false" if overlapped else "")
+    also = {  # what is refused without interleaving
+        "optimizer.overlap_param_gather_with_optimizer_step=false": case.run.optimizer.overlap_param_gather_with_step,
+        NO_EXPERT_OVERLAP: case.run.parallel.pipeline > 1 and case.model("overlap_moe_expert_parallel_comm"),
+    }
+    return " ".join([_WHOLE_STAGES, *(setting for setting, on in also.items() if on)])
 
 
 def _deferral(case: Case) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType, say
+from mpbridge.common.traits import traits
 from mpbridge.planning.memory.buckets import ALIGN
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
 from mpbridge.planning.memory.layers import model_names, parameters
@@ -12,6 +13,7 @@ from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, r
 from mpbridge.precision.globs import ADAPTERS, dead_patterns, is_adapter
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 from mpbridge.precision.policy import own_main
+from mpbridge.precision.recipe import able
 
 
 def _mxfp8_stored(case: Case) -> bool:
@@ -73,9 +75,11 @@ _FATAL = ("check_for_nan_in_grad", "check_for_large_grads")
 
 
 def _fits_fsdp2(case: Case) -> bool:
-    """Whether engine=fsdp2 is a cure: it refuses offload, and every parallelism but data parallelism."""
-    sizes = case.run.parallel
-    return not case.offloaded and sizes.data == sizes.world_size and sizes.expert == 1
+    """Whether engine=fsdp2 is a cure: that engine can do what the run asks for besides."""
+    there, sizes = traits("fsdp2"), case.run.parallel
+    refused = case.offloaded or any(map(case.model, ("calculate_per_token_loss", *there.refuses)))
+    data_alone = sizes.data == sizes.world_size and sizes.expert == 1
+    return data_alone and not refused and case.run.optimizer.name in there.optimizers and able(case.policy, there)
 
 
 RULES: tuple[Rule, ...] = (

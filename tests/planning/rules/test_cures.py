@@ -11,6 +11,7 @@ import yaml
 from mpbridge.common.facts import OptimizerFacts, Parallel
 from mpbridge.common.traits import traits
 from mpbridge.planning.rules.table import broken, rules
+from tests.planning.rules.config_cases import ALLTOALL, MOE
 from tests.planning.rules.test_rules import AWARE, LORA, OVERLAP, PP2, SHAPE, TABLE, VPP, case, ids, machine, opt, te
 
 SETTING = re.compile(r"(?:(mixed_precision|model|optimizer|ddp|parallel)\.)?(\w+)=(\S+)")
@@ -66,7 +67,12 @@ CIRCLES = {
     "16-bit moments of sgd in a wrapper": {"engine": "megatron_fsdp", "optimizer": OptimizerFacts(distributed=True, name="sgd"), "config": AWARE | LOW},
     "interleaved, overlapped": {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": VPP, "global_batch_size": 5},
     "interleaved in one stage, overlapped": {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": Parallel(virtual_pipeline=2)},
+    "interleaved, experts overlapped": {"shape": MOE, "model": {"overlap_moe_expert_parallel_comm": True, **ALLTOALL}, "parallel": Parallel(world_size=4, pipeline=2, virtual_pipeline=2, expert=2), "global_batch_size": 6},
     "fp32 storage in stages": {"recipe": "fsdp_adamw", "parallel": PP2},
+    "fp32 storage of stored weights": {"recipe": "fp8_ds", "config": {"params_dtype": "fp32"}},
+    "fp32 storage, loss of tokens": {"recipe": "fsdp_adamw", "model": {"calculate_per_token_loss": True}},
+    "fp32 storage, fused accumulation": {"recipe": "fsdp_adamw", "model": {"gradient_accumulation_fusion": True}},
+    "fp32 storage of an optimizer of megatron-core's": {"recipe": "fsdp_adamw", "optimizer": OptimizerFacts(name="soap")},
     "fp32 storage under pipelines": {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(), "parallel": TABLE["sharded-engines-do-data-parallelism"][0]["parallel"]},
 }  # fmt: skip
 
