@@ -160,7 +160,7 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         done = pretrain(run, hooks=[ear], quiet=True)
         if done.stopped is not None and done.iterations < steps:
             stopped = f"{done.stopped} after {done.iterations} of {steps} steps"
-        elif done.iterations and not done.applied:
+        elif done.iterations and not done.applied and all(map(math.isfinite, ear.losses)):
             failure = f"0 of {done.iterations} steps were applied, so nothing was trained{_cure(run.policy.loss_scale)}"
     except MpbridgeError as error:
         failure = error.line

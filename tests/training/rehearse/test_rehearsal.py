@@ -125,6 +125,16 @@ def test_overflows_by_which_a_loss_scale_finds_its_value_are_no_damage(tmp_path:
     assert always["failure"].endswith("(cure: a recipe file with a lower loss_scale)")
 
 
+def test_a_loss_that_is_not_finite_is_no_overflow_of_the_loss_scale(tmp_path: Path, corpus: list[str], cli) -> None:
+    out = tmp_path / "out"
+    command = ["rehearse", "--recipes", "fp16_mixed", "--steps", "2", "--out", str(out), *TINY, *corpus]
+    cli(*command, "model.init_method_std=1e6", code=1)
+    assert json.loads((out / "report.json").read_text())["recipes"][0]["verdict"] == {
+        "word": "failed",
+        "reasons": ["the loss of step 1 is not finite"],
+    }
+
+
 def test_a_rehearsal_that_a_signal_ends_is_interrupted_and_judges_no_part(
     tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
