@@ -34,7 +34,7 @@ ARGUMENTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
+    """Rehearses, prints the tables and writes the report. Returns 1 if every recipe failed. Raises KeyboardInterrupt if a signal ended it."""
     writable(args.out, folder=True)  # before a framework is loaded
     from mpbridge.training.rehearse import rehearsal
     from mpbridge.training.rehearse.page import page
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         tell(out, f"report: {path}")
     if stopped:
         raise KeyboardInterrupt  # after what was found: the entry says so, and exits as interrupted
-    return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
+    return 1 if all(recipe.verdict()[0] == "failed" for recipe in result.recipes) else 0
 
 
 def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
@@ -89,7 +89,7 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
             *lines(tuned, recipe),
         ]
         return
-    result.suggestion = ["suggestion: none, since no recipe that ran can be tuned (quantized, without delayed scaling)"]
+    result.suggestion = ["suggestion: none, since no recipe without a failure is quantized without delayed scaling"]
 
 
 def _print_tuned(data: dict[str, Any]) -> None:

@@ -15,6 +15,13 @@ def _torch_muon_cannot(case: Case) -> str | None:
     return ", ".join(f"{name}={say(value)}" for name, value in given.items()) or None
 
 
+_CURE = "mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), or optimizer.optimizer=adam"
+
+
+def _cure(case: Case) -> str:
+    return f"{case.plain_states}, or optimizer.optimizer=adam"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="fsdp2-shards-by-itself",
@@ -45,7 +52,8 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c.opt("optimizer") == "torch_adamw" and fused(c.policy, c.traits),
         found="torch's AdamW under a recipe whose states are not {c.policy.params.short}, unlike its parameters",
         expected="states in the parameters' dtype: torch's AdamW can hold no others",
-        cure="optimizer.optimizer=adam (FusedAdam if states need it), or recipe fp32_params_bf16_compute",
+        cure=_CURE,
+        cure_here=_cure,
         source="torch.optim.AdamW; NeMo AutoModel PR 2248",
     ),
     Rule(
@@ -53,7 +61,8 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c.run.optimizer.name in MUONS and fused(c.policy, c.traits),
         found="optimizer={c.run.optimizer.name} on {c.policy.params.short} parameters, under a recipe whose main weights or states have another dtype",
         expected="storage in the dtype of main weights and states: torch's Muon and the AdamW beside it update the parameters themselves",
-        cure="mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), or optimizer.optimizer=adam",
+        cure=_CURE,
+        cure_here=_cure,
         source="torch.optim.Muon; mpbridge/backend/engines/muon.py",
     ),
     Rule(
@@ -71,7 +80,8 @@ RULES: tuple[Rule, ...] = (
         ),
         found="optimizer={c.run.optimizer.name} on {c.policy.params.short} parameters, under a recipe whose main weights or momentum have another dtype",
         expected="storage in the dtype of both: torch's SGD and its like update the parameters themselves, and their states have the parameters' dtype",
-        cure="mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), optimizer.optimizer=adam, or engine=mcore",
+        cure=_CURE,
+        cure_here=_cure,
         source="torch.optim.SGD; mpbridge/backend/engines/shard_optimizer.py",
     ),
 )

@@ -23,6 +23,7 @@ NEWER_MODEL_CONFIG = "Megatron-LM core/transformer/transformer_config.py (d98e8a
 
 PLAIN_WEIGHTS = "mixed_precision.fp8_param_gather=false mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"
 """The cure of rules about weights stored in a low-precision format; it clears both fields, since a reused buffer without stored weights is a contradiction."""
+NO_EXPERT_OVERLAP = "model.overlap_moe_expert_parallel_comm=false model.delay_wgrad_compute=false model.ep_overlap_early_attn_memory_release=false"
 
 Severity = Literal["error", "warning"]
 Emulated = Literal["same", "warning", "silent"]
@@ -97,13 +98,16 @@ class Case:
 
     @property
     def plain_states(self) -> str:
-        """Settings that select an optimizer with megatron-core's own states, as a cure."""
+        """Settings that select states which an optimizer other than FusedAdam keeps, as a cure."""
         states = {"main_grads_dtype": "main_grads", **FUSED}
         low = [field for field, fact in states.items() if getattr(self.policy, fact) not in (None, DType.FP32)]
-        also = [f" mixed_precision.{field}=null" for field in low]
+        also = ["mixed_precision.use_precision_aware_optimizer=false"] if self.aware else []
+        also += [f"mixed_precision.{field}=null" for field in low]
+        # torch's optimizers update the parameters themselves: FP32 states are those of FP32 parameters
+        narrow = self.traits.main_weights == "optimizer" and self.policy.params is not DType.FP32
+        also += ["mixed_precision.params_dtype=fp32"] if narrow else []
         # offload-needs-precision-aware would send back
-        also += [" optimizer.optimizer_cpu_offload=false"] if self.offloaded else []
-        return "".join(["mixed_precision.use_precision_aware_optimizer=false", *also])
+        return " ".join([*also, *(["optimizer.optimizer_cpu_offload=false"] if self.offloaded else [])])
 
     @property
     def offloaded(self) -> bool:

@@ -8,16 +8,25 @@ from mpbridge.common.versions import at_least
 from mpbridge.planning.memory.identical_layers import windowed
 from mpbridge.planning.memory.layers import te_layers
 from mpbridge.planning.memory.ranks import batches
-from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, faults, row
+from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, NO_EXPERT_OVERLAP, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017, described
 
 _PARALLEL = "megatron-core 0.16.1 model_parallel_config.py __post_init__"
+_WHOLE_STAGES = "parallel.virtual_pipeline_model_parallel_size=null"
 _FUSIBLE = ("gelu", "silu", "quick_gelu")
 
 
 def _said(case: Case, *names: str) -> str:
     return ", ".join(f"model.{name}={say(case.run.model.get(name))}" for name in names)
+
+
+def _whole_stages(case: Case) -> str:
+    also = {  # what is refused without interleaving
+        "optimizer.overlap_param_gather_with_optimizer_step=false": case.run.optimizer.overlap_param_gather_with_step,
+        NO_EXPERT_OVERLAP: case.run.parallel.pipeline > 1 and case.model("overlap_moe_expert_parallel_comm"),
+    }
+    return " ".join([_WHOLE_STAGES, *(setting for setting, on in also.items() if on)])
 
 
 def _deferral(case: Case) -> str:
@@ -231,12 +240,12 @@ RULES: tuple[Rule, ...] = (
          when=lambda c: c.model("overlap_p2p_comm_warmup_flush") and (not c.model("overlap_p2p_comm") or c.model("batch_p2p_comm"))),
     row("pipeline-split", _pipeline_split, "a single way of splitting the layers, with at least one layer per stage", "drop all but one of them"),
     row("interleaving-alone", "{c.run.parallel.virtual_pipeline} virtual stages in one pipeline stage", "more than one pipeline stage to interleave",
-         "parallel.virtual_pipeline_model_parallel_size=null", "megatron-core 0.16.1 parallel_state.py initialize_model_parallel",
-         when=lambda c: c.run.parallel.virtual_pipeline is not None and c.run.parallel.pipeline == 1),
+         _WHOLE_STAGES, "megatron-core 0.16.1 parallel_state.py initialize_model_parallel",
+         when=lambda c: c.run.parallel.virtual_pipeline is not None and c.run.parallel.pipeline == 1, cure_here=_whole_stages),
     row("interleaved-micro-batches", lambda c: f"{batches(c.run)} micro-batches on {c.run.parallel.pipeline} interleaved pipeline stages",
          "whole groups of as many micro-batches as there are stages, or as model.microbatch_group_size_per_vp_stage says",
-         "parallel.virtual_pipeline_model_parallel_size=null", "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_backward_pipelining_with_interleaving",
-         when=lambda c: (c.run.parallel.virtual_pipeline or 1) > 1 and _broken_groups(c)),
+         _WHOLE_STAGES, "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_backward_pipelining_with_interleaving",
+         when=lambda c: (c.run.parallel.virtual_pipeline or 1) > 1 and _broken_groups(c), cure_here=_whole_stages),
     row("clamped-swiglu", _clamped, "a positive limit, in experts, without an offset", "model.activation_func_clamp_value=null",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,),
          when=lambda c: c.model("activation_func_clamp_value") is not None and _activation(c) == "silu" and c.model("gated_linear_unit")),

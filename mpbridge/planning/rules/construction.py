@@ -8,7 +8,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import say
 from mpbridge.common.versions import at_least
 from mpbridge.planning.memory.ranks import stage_chunks
-from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, faults, row
+from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, NO_EXPERT_OVERLAP, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 
@@ -146,7 +146,7 @@ _EXPERTS: tuple[Rule, ...] = (
     row("expert-bias-by-score", lambda c: _load_bias(c, ("sigmoid", "sqrtsoftplus")), "sigmoid or sqrtsoftplus scores", "model.moe_router_score_function=sigmoid",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
     row("expert-overlap", _expert_overlap, "expert-parallel ranks with alltoall or flex, no full recomputation, interleaved stages, at most one MTP layer",
-         "model.overlap_moe_expert_parallel_comm=false model.delay_wgrad_compute=false model.ep_overlap_early_attn_memory_release=false"),
+         NO_EXPERT_OVERLAP),
 )  # fmt: skip
 
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")

@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     row("states-need-precision-aware", _unread_states,
         "FP32 states, or a precision-aware optimizer",
         "mixed_precision.use_precision_aware_optimizer=true", _CONFIG,
-        when=lambda c: not c.offloaded),
+        when=lambda c: not c.offloaded, cure_here=lambda c: "" if c.run.optimizer.name == "adam" else c.plain_states),
     row("fused-adam-keeps-no-bf16-main-weights", "main_params_dtype=bf16 kept by FusedAdam",
         "fp32 or fp16 main weights, or no precision-aware optimizer and 16-bit parameters that serve as their own main weights",
         "mixed_precision.main_params_dtype=fp32", "Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",

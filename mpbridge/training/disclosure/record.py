@@ -68,6 +68,14 @@ def sign_checkpoint(
     Raises CheckpointError for damaged files, Refused if the audits are of another run, BadValue for a bundle that would no longer fit.
     """
     subject = Subject.of(folder)
+    if publish:
+        # before anything is hashed or written
+        model_signing_for(signer)
+        refuse_link(folder / MODEL_SIGNATURE)
+    elif os.path.lexists(folder / MODEL_SIGNATURE):
+        raise BadValue(
+            f"{folder / MODEL_SIGNATURE} is of this folder with the record that it has now: sign the folder again too (--publish), or remove that file"
+        )
     for name in OUTSIDE:  # of a signing that was killed: neither the checkpoint's nor the record's
         drop_partials(folder / name)
     found = digests(folder, OUTSIDE, told)
@@ -77,14 +85,6 @@ def sign_checkpoint(
             "\n".join([f"{folder} is not as it was saved, so it is not signed:", *(f"  - {x}" for x in faults)])
         )
     bodies = _predicates(folder, subject, evidence.until(subject.step), publish)
-    if publish:
-        # before anything is written
-        model_signing_for(signer)
-        refuse_link(folder / MODEL_SIGNATURE)
-    elif os.path.lexists(folder / MODEL_SIGNATURE):
-        raise BadValue(
-            f"{folder / MODEL_SIGNATURE} is of this folder with the record that it has now: sign the folder again too (--publish), or remove that file"
-        )
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in found.items()]
     lines = [
         signer.envelope({"_type": STATEMENT, "subject": subjects, "predicateType": kind, "predicate": body}, PAYLOAD)

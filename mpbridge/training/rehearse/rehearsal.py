@@ -18,6 +18,7 @@ from mpbridge.common.report.console import rank
 from mpbridge.numerics import Emulation
 from mpbridge.numerics.scales import DEFAULT_RELEASE
 from mpbridge.numerics.statistics import Statistics
+from mpbridge.precision.policy import LossScale
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.settings.container import ConfigContainer, Run
@@ -155,9 +156,12 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
 def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Rehearsed:
     began, failure, stopped = time.perf_counter(), None, None
     try:
-        done = pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)
+        run = _run(container, recipe, steps)
+        done = pretrain(run, hooks=[ear], quiet=True)
         if done.stopped is not None and done.iterations < steps:
             stopped = f"{done.stopped} after {done.iterations} of {steps} steps"
+        elif done.iterations and not done.applied and all(map(math.isfinite, ear.losses)):
+            failure = f"0 of {done.iterations} steps were applied, so nothing was trained{_cure(run.policy.loss_scale)}"
     except MpbridgeError as error:
         failure = error.line
     # without the first fifth, in which delayed scaling is still finding its scales
@@ -179,6 +183,14 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         interrupted=stopped,
         failure=next((part[3] for part in parts if part[3] is not None), None),
     )
+
+
+def _cure(scale: LossScale | None) -> str:
+    """What lets the steps of a rehearsal be applied; it takes no settings of the recipe but its name."""
+    if scale is None:
+        return ""
+    more, name = ("more steps, or ", "initial_loss_scale") if scale.dynamic else ("", "loss_scale")
+    return f": all overflowed under the loss scale (cure: {more}a recipe file with a lower {name})"
 
 
 BATCHES = 4

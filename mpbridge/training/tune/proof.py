@@ -232,8 +232,9 @@ def prove(
         exact = [gradient.detach().float().clone() for gradient in subject.gradients()]
         norms.append(summed([_norm2(exact)])[0])
         if not math.isfinite(norms[-1]):
+            cure = "a lower loss scale may" if own.loss_scale else "check that batch, or start from another checkpoint"
             raise DataError(
-                f"the gradient of batch {number + 1} is not finite in high precision either, which no format fixes (a lower loss scale may)"
+                f"the gradient of batch {number + 1} is not finite in high precision either, which no format fixes ({cure})"
             )
         if not norms[-1]:
             raise DataError(

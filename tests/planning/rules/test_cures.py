@@ -11,7 +11,8 @@ import yaml
 from mpbridge.common.facts import OptimizerFacts, Parallel
 from mpbridge.common.traits import traits
 from mpbridge.planning.rules.table import broken, rules
-from tests.planning.rules.test_rules import AWARE, LORA, OVERLAP, SHAPE, TABLE, VPP, case, ids, machine, opt, te
+from tests.planning.rules.config_cases import ALLTOALL, MOE
+from tests.planning.rules.test_rules import AWARE, LORA, OVERLAP, PP2, SHAPE, TABLE, VPP, case, ids, machine, opt, te
 
 SETTING = re.compile(r"(?:(mixed_precision|model|optimizer|ddp|parallel)\.)?(\w+)=(\S+)")
 SIZES = {
@@ -24,6 +25,14 @@ DECIDES = {
     "main_grads_dtype": ("main_grads",),
 }  # fmt: skip
 """Field of a recipe -> the facts of a case's policy that it decides."""
+
+
+def torchs(name, **more):
+    """A case of one of torch's optimizers on shards."""
+    return {"engine": "fsdp2", "optimizer": OptimizerFacts(name=name, settings={"optimizer": name}), **more}
+
+
+LOW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 CIRCLES = {
     "full 16 bits, overlapped": {"recipe": "full_bf16", "ddp": OVERLAP},
     "full 16 bits, precision-aware": {"recipe": "full_bf16", "config": AWARE, "ddp": OVERLAP},
@@ -49,6 +58,21 @@ CIRCLES = {
     "offloaded states": {"optimizer": opt(cpu_offload=True)},
     "offloaded states of parameters alone": {"recipe": "full_bf16", "optimizer": OptimizerFacts(cpu_offload=True)},
     "offloaded states of sgd": {"optimizer": OptimizerFacts(cpu_offload=True, name="sgd")},
+    "sgd without stored main weights": torchs("sgd"),
+    "16-bit moments of sgd": torchs("sgd", config=AWARE | LOW),
+    "16-bit moments of sgd, all in 16 bits": torchs("sgd", recipe="full_bf16", config=AWARE),
+    "16-bit moments of sgd, stored in fp32": torchs("sgd", recipe="fsdp_adamw", config=AWARE | LOW),
+    "16-bit moments of torch's adamw": torchs("torch_adamw", config=AWARE | LOW),
+    "16-bit moments of torch's muon": torchs("muon", config=AWARE | LOW),
+    "16-bit moments of sgd in a wrapper": {"engine": "megatron_fsdp", "optimizer": OptimizerFacts(distributed=True, name="sgd"), "config": AWARE | LOW},
+    "interleaved, overlapped": {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": VPP, "global_batch_size": 5},
+    "interleaved in one stage, overlapped": {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": Parallel(virtual_pipeline=2)},
+    "interleaved, experts overlapped": {"shape": MOE, "model": {"overlap_moe_expert_parallel_comm": True, **ALLTOALL}, "parallel": Parallel(world_size=4, pipeline=2, virtual_pipeline=2, expert=2), "global_batch_size": 6},
+    "fp32 storage in stages": {"recipe": "fsdp_adamw", "parallel": PP2},
+    "fp32 storage of stored weights": {"recipe": "fp8_ds", "config": {"params_dtype": "fp32"}},
+    "fp32 storage, loss of tokens": {"recipe": "fsdp_adamw", "model": {"calculate_per_token_loss": True}},
+    "fp32 storage, fused accumulation": {"recipe": "fsdp_adamw", "model": {"gradient_accumulation_fusion": True}},
+    "fp32 storage of an optimizer of megatron-core's": {"recipe": "fsdp_adamw", "optimizer": OptimizerFacts(name="soap")},
     "fp32 storage under pipelines": {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(), "parallel": TABLE["sharded-engines-do-data-parallelism"][0]["parallel"]},
 }  # fmt: skip
 
@@ -75,7 +99,7 @@ def applied(one, settings):
         elif section == "ddp":
             one["ddp"][name] = value
         elif (section, name) == ("optimizer", "optimizer"):
-            held = dataclasses.replace(held, name=value)
+            held = dataclasses.replace(held, name=value, settings={**held.settings, "optimizer": value})
         elif name == "overlap_param_gather_with_optimizer_step":
             held = dataclasses.replace(held, overlap_param_gather_with_step=value)
         elif (section, name) == ("optimizer", "optimizer_cpu_offload"):

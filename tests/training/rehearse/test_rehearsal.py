@@ -108,16 +108,31 @@ def test_a_rehearsal_begins_from_a_checkpoints_weights(tmp_path: Path, corpus: l
 def test_overflows_by_which_a_loss_scale_finds_its_value_are_no_damage(tmp_path: Path, corpus: list[str]) -> None:
     recipe, out = tmp_path / "near.yaml", tmp_path / "out"
     recipe.write_text("extends: fp16_with_mxfp8_mixed\ninitial_loss_scale: 4194304\nhysteresis: 1\n")
-    command = ["rehearse", "--recipes", f"{recipe},fp16_with_mxfp8_mixed", "--steps", "12", "--every", "1"]
+    fixed = tmp_path / "fixed.yaml"
+    fixed.write_text("extends: fp16_mixed\nloss_scale: 4294967296\n")
+    command = ["rehearse", "--recipes", f"{recipe},fp16_with_mxfp8_mixed,{fixed}", "--steps", "12", "--every", "1"]
     assert main([*command, "--out", str(out), *TINY, *corpus, "model.num_layers=1"]) == 0
-    near, far = json.loads((out / "report.json").read_text())["recipes"]
+    near, far, always = json.loads((out / "report.json").read_text())["recipes"]
     assert near["verdict"]["word"] == "sound"
     sampled = [step for step, _ in near["tensors"][0]["amax"]]
     assert 1 not in sampled  # overflowed, and was skipped
     assert sampled
     assert sampled[-1] == 12
-    # 2**32 takes more steps than these
-    assert (far["verdict"]["word"], len(far["losses"]), far["tensors"]) == ("sound", 12, [])
+    # 2**32 takes more steps than these, so nothing was trained
+    assert (far["verdict"]["word"], len(far["losses"]), far["tensors"]) == ("failed", 12, [])
+    assert "0 of 12 steps were applied" in far["failure"]
+    assert "more steps, or a recipe file with a lower initial_loss_scale" in far["failure"]
+    assert always["failure"].endswith("(cure: a recipe file with a lower loss_scale)")
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow_of_the_loss_scale(tmp_path: Path, corpus: list[str], cli) -> None:
+    out = tmp_path / "out"
+    command = ["rehearse", "--recipes", "fp16_mixed", "--steps", "2", "--out", str(out), *TINY, *corpus]
+    cli(*command, "model.init_method_std=1e6", code=1)
+    assert json.loads((out / "report.json").read_text())["recipes"][0]["verdict"] == {
+        "word": "failed",
+        "reasons": ["the loss of step 1 is not finite"],
+    }
 
 
 def test_a_rehearsal_that_a_signal_ends_is_interrupted_and_judges_no_part(

@@ -307,6 +307,23 @@ def test_a_format_that_overflows_is_infinitely_wrong_and_no_fault_of_the_data() 
     assert found["exact"].better_than(found["bad"])[0] == math.inf
 
 
+@pytest.mark.parametrize(
+    ("recipe", "cure"),
+    [
+        ("mxfp8", "check that batch, or start from another checkpoint"),
+        ("fp16_with_mxfp8_mixed", "a lower loss scale may"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_cured_by_a_lower_loss_scale_only_where_there_is_one(
+    recipe: str, cure: str
+) -> None:
+    def steep(module: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (module(batch).float() * 0).sum().abs().sqrt()  # 0, with an infinite slope
+
+    with pytest.raises(DataError, match=rf"not finite in high precision either, .* \({cure}\)"):
+        mpbridge.tune_module(net(), steep, batches(8), recipe=recipe)
+
+
 @pytest.mark.parametrize("room", [1 << 13, 1 << 10])
 def test_products_of_folded_vectors_are_those_of_the_vectors(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three errors that share a part: exact where they fit, within a few of the expected standard errors where they are folded."""
