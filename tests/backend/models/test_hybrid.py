@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,22 @@ def test_its_parameters_are_the_planned_ones_in_order(build: Any) -> None:
     planned = [(p.name, p.weight.shape) for chunk in parameters(engine.run.facts, at) for p in chunk]
     assert [(name, tuple(one.shape)) for name, one in engine.named_parameters()] == planned
     assert model_names(engine.run.facts) == tuple(name for name, _ in planned)
+
+
+@pytest.mark.parametrize(
+    ("core", "ahead"), [("0.16.1", "transformer_layer"), ("0.18.2", "mtp_model_layer"), ("0.19.2", "mtp_model_layer")]
+)
+def test_names_are_those_of_the_megatron_core_that_is_asked_about(core: str, ahead: str) -> None:
+    """Read from the releases' mamba_mixer.py and multi_token_prediction.py; with one of them installed the test above asks its model."""
+
+    def named(**model: Any) -> tuple[str, ...]:
+        facts = tiny.run(model=model).facts
+        return model_names(replace(facts, versions=replace(facts.versions, megatron_core=core)))
+
+    module, own = ["dt_bias", "A_log", "D", "in_proj.weight", "conv1d.weight", "conv1d.bias"], ["conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D", "in_proj.weight"]  # fmt: skip
+    mixer = [name.partition(".mixer.")[2] for name in named(**HYBRID) if name.startswith("decoder.layers.0.mixer.")]
+    assert mixer[:6] == (own if core == "0.19.2" else module)
+    assert f"mtp.layers.0.{ahead}.mlp.linear_fc1.weight" in named(mtp_num_layers=1)
 
 
 @pytest.mark.parametrize("kept", [False, True])
