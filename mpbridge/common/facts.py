@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.traits import DEFAULT, EngineTraits, traits
+from mpbridge.common.versions import at_least
 
 Realization = Literal["native", "emulated"]
 
@@ -251,7 +252,7 @@ class CudaGraphs:
     """What CUDA graphs capture of a step."""
 
     implementation: str = "none"
-    """'none', 'local', 'transformer_engine' or, since megatron-core 0.17, 'full_iteration'."""
+    """'none', 'local', 'transformer_engine' or, since megatron-core 0.18, 'full_iteration'."""
     parts: tuple[str, ...] = ()
     """The parts of a layer that the scope names, or 'full_iteration'; () is the whole layer. Without an implementation nothing captures them."""
 
@@ -321,13 +322,14 @@ class RunFacts:
         model = self.model
         switched = {"local": "enable_cuda_graph", "transformer_engine": "external_cuda_graph"}  # before cuda_graph_impl
         chosen = next((name for name, switch in switched.items() if model.get(switch)), model.get("cuda_graph_impl"))
-        if chosen == "full_iteration":  # until 0.16 a part, since then an implementation
-            return CudaGraphs(implementation=chosen, parts=(chosen,))
-        # since 0.17 the scope is called cuda_graph_modules; the old name wins if it is set
+        # since 0.18 the scope is called cuda_graph_modules; the old name wins if it is set
         given = model.get("cuda_graph_scope") or model.get("cuda_graph_modules") or ()
         given = getattr(given, "name", given)
         names = given.split(",") if isinstance(given, str) else [getattr(item, "name", item) for item in given]
-        parts = tuple(map(str, names))
+        parts, step = tuple(map(str, names)), "full_iteration"
+        # until 0.17 one of the parts, since then an implementation that the part stands for
+        if chosen == step or (step in parts and at_least(self.versions.megatron_core, "0.18")):
+            return CudaGraphs(implementation=step, parts=(step,))
         return CudaGraphs(implementation=str(chosen or "none"), parts=() if parts == ("full",) else parts)
 
     @property

@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"[0-9]+")
 _EXPERT = re.compile(r"\blocal_experts\.\d+\.")
 DECODER = "decoder.layers.{}."
 MTP = ("mtp.layers.{}.transformer_layer.", "mtp.layers.{}.mtp_model_layer.")
-"""Stem of the linears of a multi-token prediction depth: megatron-core 0.16's name of its layer, and 0.20's."""
+"""Stem of the linears of a multi-token prediction depth: megatron-core 0.16's name of its layer, and that since 0.17."""
 MTP_PROJECTION = "eh_proj"
 """The only quantized linear of such a depth outside its layer."""
 

@@ -142,8 +142,12 @@ def _torch_fsdp2(config: Any, module: Any, reduce_in_fp32: bool) -> Any:
 def _megatron_fsdp(config: Any, module: Any, reduce_in_fp32: bool, strategy: str = "optim_grads_params") -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
+    newer = {
+        "megatron_fsdp_main_grads_dtype": torch.float32 if reduce_in_fp32 else None
+    }  # 0.17 and later read it alone
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=reduce_in_fp32,
+        **(newer if hasattr(DistributedDataParallelConfig, *newer) else {}),
         use_distributed_optimizer=True,
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=strategy,

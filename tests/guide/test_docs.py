@@ -15,6 +15,8 @@ import pytest
 
 from mpbridge.cli.main import main, parser_of, verbs, with_way
 from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.probe import installed
+from mpbridge.precision.megatron_spec.versions import BEFORE_017
 from mpbridge.precision.yaml_loader import load_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,6 +150,10 @@ def test_shown_output_is_what_comes_out(
 ) -> None:
     """Every command of a torch-free verb is run; '...' stands for any text, and at the end of a line for the rest of it."""
     monkeypatch.chdir(ROOT)
+    if "published runs on" in block and not BEFORE_017.holds(installed().megatron_core):
+        pytest.skip(
+            "no published run with the installed megatron-core was fitted, so a step's band is wider than the one shown"
+        )
     runs = 0
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, shown = part.partition("\n")

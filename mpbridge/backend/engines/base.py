@@ -20,7 +20,9 @@ from mpbridge.backend.engines.contract import Batch, StepResult
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.engines.parallel import from_last_stage, mean_over_data
 from mpbridge.backend.megatron.inside_optimizer import gradients, gradients_for_norm, parts, set_moment_dtypes
+from mpbridge.backend.megatron.process import advice
 from mpbridge.common.formats import DType
+from mpbridge.common.upstream import replaced
 from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -161,7 +163,7 @@ class BaseEngine(ABC):
         engine = cls(run, cuda=torch.cuda.is_available())
         try:
             engine._give_back = hold(run.policy)
-            with engine._layer():
+            with engine._layer(), replaced(*advice()):
                 engine._build(backend)
         except BaseException:
             engine.close()

@@ -39,7 +39,7 @@ class ShardMuon(_Muon):  # type: ignore[misc]
                 f"optimizer=muon on shards needs torch.optim.Muon (torch 2.9), found torch {torch.__version__}: install a newer torch"
             )
         scale, own = _SCALES[config.muon_scale_mode]
-        nesterov = getattr(config, "muon_nesterov", None)  # its name since 0.17
+        nesterov = getattr(config, "muon_nesterov", None)  # its name since 0.18
         how = {"momentum": config.muon_momentum, "ns_steps": config.muon_num_ns_steps, "adjust_lr_fn": scale}
         how["nesterov"] = config.muon_use_nesterov if nesterov is None else nesterov
         super().__init__(groups, lr=config.lr, weight_decay=config.weight_decay, **how)

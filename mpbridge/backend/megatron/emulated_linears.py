@@ -129,7 +129,8 @@ def fused_norms(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, _Emul
 
 def blocks(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The TransformerBlocks of a chunk, or a hybrid's stack: megatron-core opens delayed scaling's context around each."""
-    return (one for one in chunk.modules() if isinstance(one, TransformerBlock) or type(one).__name__ == "MambaStack")
+    hybrids = ("MambaStack", "HybridStack")
+    return (one for one in chunk.modules() if isinstance(one, TransformerBlock) or type(one).__name__ in hybrids)
 
 
 def amax_group(chunk: torch.nn.Module) -> Any:

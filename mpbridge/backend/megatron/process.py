@@ -66,6 +66,16 @@ def cpu_patches(
     yield logging.getLogger(_core("tensor_parallel.random").__name__), "disabled", True
 
 
+def advice() -> Iterator[Patch]:
+    """Silences the loggers that only tell whoever builds a model to build it otherwise (since 0.19), which no setting of a run can do."""
+    for name in (
+        "models.gpt.gpt_model",
+        "models.hybrid.hybrid_layer_allocation",
+        "distributed.distributed_data_parallel",
+    ):
+        yield logging.getLogger(f"megatron.core.{name}"), "disabled", True
+
+
 def aliases(replacements: Mapping[str, Any]) -> Iterator[Patch]:
     """The same names in every megatron-core module that imported them with "from ... import"."""
     # by the names in sys.modules: entered with every step, and thousands of modules that are not megatron-core's need not be looked at

@@ -1,9 +1,10 @@
-"""Layers that megatron-core does not put together as a run asks: the FP32 residual stream, and MambaModel from a pattern of layers (`model.hybrid_override_pattern`): M a Mamba layer, * attention, - an MLP, E a mixture of experts."""
+"""Layers that megatron-core does not put together as a run asks: the FP32 residual stream, and a hybrid from a pattern of layers (`model.hybrid_override_pattern`): M a Mamba layer, * attention, - an MLP, E a mixture of experts."""
 
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from mpbridge.backend.devices.mamba import mamba_on_cpu
 from mpbridge.common.errors import Refused
+from mpbridge.common.probe import installed
 from mpbridge.common.upstream import replaced
+from mpbridge.common.versions import at_least
 
 # --- the FP32 residual stream: megatron-core rounds it to 16 bits in its first addition (fused_bias_dropout.py of 0.16.1) --------------------
 Add = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
@@ -55,52 +58,56 @@ def _layers(spec: Any) -> Iterator[Any]:
         yield spec.submodules
 
 
-# --- MambaModel -----------------------------------------------------------------------------------------------------------------------------
+# --- hybrids --------------------------------------------------------------------------------------------------------------------------------
 def hybrid_model(
     config: Any, arguments: Mapping[str, Any], layers: Any, provider: Any, *, cuda: bool, first: bool, last: bool
 ) -> Any:
-    """The MambaModel of this pipeline stage, with parameters as initialised by megatron-core.
+    """The MambaModel (since 0.18 HybridModel) of this pipeline stage, with parameters as initialised by megatron-core.
 
     arguments: `megatron.targets.GPT_ARGUMENTS`. layers: (experts) -> a whole layer of `provider`'s modules, of which each kind of layer is a part.
     provider: None: Transformer Engine's modules. On a CPU `mamba_ssm` is `devices.mamba`; on CUDA the installed one.
     Raises Refused if the mixer was imported before without mamba_ssm.
     """
     with nullcontext() if cuda else mamba_on_cpu():
-        import megatron.core.ssm.mamba_block as stack
         import megatron.core.ssm.mamba_mixer as mixer
-        from megatron.core.models.mamba.mamba_model import MambaModel
 
         if not mixer.HAVE_MAMBA_SSM:
             raise Refused(
                 "megatron.core.ssm.mamba_mixer was imported without mamba_ssm: install mamba-ssm and causal-conv1d (on a CPU nothing is needed, but import "
                 "megatron's Mamba modules after mpbridge's device layer or inside mpbridge.transformer_engine_on_cpu())"
             )
-        if not hasattr(stack.LayerSymbols, "VALID"):
-            raise Refused(
-                "hybrids are built here from megatron-core 0.16's Mamba layers, and the installed release has other ones: install megatron-core 0.16.1, or "
-                "take the recipe to Megatron-LM's own script (mpbridge export --to megatron-lm)"
-            )
-        lacking = sorted(set(arguments["hybrid_override_pattern"]) - stack.LayerSymbols.VALID)
+        stack, kind = _stack()
+        there = vars(stack.LayerSymbols).values()
+        lacking = sorted({one for one in arguments["hybrid_override_pattern"] if one not in there})
         if lacking:
             none = f"the hybrid of the installed megatron-core has no layers {', '.join(lacking)}"
             raise Refused(f"{none}: install a newer one")
         if provider is None:
-            from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-
-            spec = copy.deepcopy(mamba_stack_spec)
+            specs = import_module(f"megatron.core.models.{kind}.{kind}_layer_specs")
+            spec = copy.deepcopy(getattr(specs, f"{kind}_stack_spec"))
         else:
-            spec = _locals(config, layers, provider)
+            spec = _locals(config, layers, provider, stack, kind.title())
+        model = getattr(import_module(f"megatron.core.models.{kind}.{kind}_model"), f"{kind.title()}Model")
     keep_wide(config, spec)
-    taken = inspect.signature(MambaModel).parameters
-    own = {name: value for name, value in arguments.items() if name in taken}
+    taken = inspect.signature(model).parameters
+    own: dict[str, Any] = {name: value for name, value in arguments.items() if name in taken}
+    if "hybrid_layer_pattern" in taken:  # the older name is deprecated there
+        own["hybrid_layer_pattern"] = own.pop("hybrid_override_pattern")
+    own[f"{kind}_stack_spec"] = spec
     # megatron-core's stack takes its last norm from Transformer Engine, whatever its spec says
     with nullcontext() if provider is None else replaced((stack, "TENorm", provider.layer_norm())):
-        return MambaModel(config=config, mamba_stack_spec=spec, pre_process=first, post_process=last, **own)
+        return model(config=config, pre_process=first, post_process=last, **own)
 
 
-def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
+def _stack() -> tuple[Any, str]:
+    """(megatron-core's module of the stack of layers, the first word of its classes)."""
+    if at_least(installed().megatron_core, "0.18"):
+        return import_module("megatron.core.models.hybrid.hybrid_block"), "hybrid"
+    return import_module("megatron.core.ssm.mamba_block"), "mamba"
+
+
+def _locals(config: Any, layers: Any, provider: Any, stack: Any, kind: str) -> ModuleSpec:
     """The same kinds of layers from `provider`'s modules; megatron-core has no such spec. Checkpoints name norms as Transformer Engine's fused modules do."""
-    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -136,5 +143,6 @@ def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
         experts = layers(experts=config.num_moe_experts).submodules.mlp
         routed = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=experts, mlp_bda=get_bias_dropout_add)
         kinds["moe_layer"] = ModuleSpec(module=TransformerLayer, submodules=routed)
-    taken = {name: kind for name, kind in kinds.items() if name in MambaStackSubmodules.__dataclass_fields__}
-    return ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules(**taken))
+    module, submodules = getattr(stack, f"{kind}Stack"), getattr(stack, f"{kind}StackSubmodules")
+    taken = {name: kind for name, kind in kinds.items() if name in submodules.__dataclass_fields__}
+    return ModuleSpec(module=module, submodules=submodules(**taken))

@@ -171,7 +171,7 @@ def _apart(engine: Any, one: Hidden, before: Any, seen: Orthogonal) -> dict[str,
     known = one.own and gradient is not None and bool(rate)
     if known and rate and gradient is not None:
         kept, read = _rows(one, held.moment("momentum_buffer")), _rows(one, gradient)
-        nesterov = getattr(config, "muon_nesterov", None)  # its name since 0.17
+        nesterov = getattr(config, "muon_nesterov", None)  # its name since 0.18
         looks = config.muon_use_nesterov if nesterov is None else nesterov
         momentum = read.lerp(kept, config.muon_momentum) if looks else kept
         left = 1 - rate * before.decays.get(name, 0.0)

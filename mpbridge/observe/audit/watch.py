@@ -206,7 +206,9 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         if modules.is_norm(module) or modules.is_linear(module):
             self._note_rounding(path, modules.floating(args))  # after the module's own hooks
         self._note_weights(module, path)
-        if modules.is_scan(module):  # its kernel reads the convolution's weight: that module itself never runs
+        if modules.is_scan(module) and hasattr(
+            module, "conv1d"
+        ):  # until 0.18, a module that itself never runs: the kernel reads its weight
             self._note_weights(module.conv1d, f"{path}.conv1d")
         child, self._child = self._child, modules.floating(output)
         result = self._child

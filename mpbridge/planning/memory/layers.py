@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
+from mpbridge.common.versions import at_least
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, has_final_norm
-from mpbridge.precision.globs import matches, place
+from mpbridge.precision.globs import MTP, matches, place
 from mpbridge.precision.policy import PrecisionPolicy
 
 Split = Literal["column", "row"]
@@ -136,7 +137,11 @@ def chunk_parameters(
 def _layer(run: RunFacts, at: Coordinates, layer: int, prefix: str, first_expert_only: bool) -> list[Parameter]:
     grouped = run.shape.grouped_gemm and te_layers(run)
     made = rank_weights(run, layer, at.expert, grouped=grouped, first_expert_only=first_expert_only)
-    return [Parameter(prefix + w.path, w, layer) for w in made]
+    if not at_least(run.versions.megatron_core, "0.19"):
+        return [Parameter(prefix + w.path, w, layer) for w in made]
+    # the convolution is no module of the mixer there, but its first parameters; checkpoints keep the older names
+    made = tuple(sorted(made, key=lambda w: not w.path.startswith("mixer.conv1d.")))
+    return [Parameter(prefix + w.path.replace("mixer.conv1d.", "mixer.conv1d_"), w, layer) for w in made]
 
 
 def rank_weights(
@@ -168,7 +173,8 @@ def _mtp(run: RunFacts, at: Coordinates, first_expert_only: bool) -> list[Parame
         prefix = f"mtp.layers.{depth}."
         before = (*_norm(shape, "enorm"), *_norm(shape, "hnorm"), projection)
         found += [Parameter(prefix + weight.path, weight, last) for weight in before]
-        found += _layer(run, at, last, f"{prefix}transformer_layer.", first_expert_only)
+        inside = MTP[at_least(run.versions.megatron_core, "0.17")].format(depth)
+        found += _layer(run, at, last, inside, first_expert_only)
         found += [Parameter(prefix + weight.path, weight, last) for weight in _norm(shape, "final_layernorm")]
     return found
 

@@ -219,8 +219,8 @@ def _newer(case: Case) -> str | None:
     return ", ".join(found) or None
 
 
-_TRIED = {("model", "cuda_graph_modules"), ("model", "moe_flex_dispatcher_num_sms")}
-"""Newer settings that do not affect what rules, memory and audit look at."""
+_TRIED = {("model", "cuda_graph_modules"), ("model", "moe_flex_dispatcher_num_sms"), ("optimizer", "muon_nesterov")}
+"""Newer settings, or newer names of old ones, that do not affect what rules, memory and audit look at, or that these read."""
 
 
 def _broken_groups(case: Case) -> bool:

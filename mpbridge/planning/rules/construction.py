@@ -229,7 +229,7 @@ def _graph_words(case: Case) -> str | None:
     if "cuda_graph_modules" in known and old is not None and new not in ("full", None, []):
         return "cuda_graph_scope together with cuda_graph_modules, its new name"
     legal = (known.get("cuda_graph_modules") or known["cuda_graph_scope"])["choices"]
-    odd = [name for name in case.run.cuda_graphs.parts if name not in (*legal, case.model("cuda_graph_impl"))]
+    odd = [name for name in case.run.cuda_graphs.parts if name not in (*legal, case.run.cuda_graphs.implementation)]
     return f"cuda_graph_scope has {', '.join(map(repr, odd))} (known: {', '.join(legal)})" if odd else None
 
 

@@ -247,6 +247,13 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool, exac
     state.prime(engine.optimizer)
     contents.delayed_format = extra_state.format_of(engine.run.policy)
     contents.adapters_begin = weights_only
+    saved: Mapping[str, Any] = {}
+    if not weights_only:
+        with _together():
+            saved = contents.common().get("optimizer", {})
+            state.check_numbers(saved, str(contents.folder / STATE))
+        if training.run.scheduler.get("use_checkpoint_opt_param_scheduler"):
+            state.take_rates(engine.optimizer, saved)
     wanted = engine.state(loading=not weights_only)
     pairs = [] if weights_only else state.ask_for_whole(wanted, engine.optimizer)
     fresh = wanted.pop("optimizer", {})
@@ -257,10 +264,7 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool, exac
         loaded = contents.load(have)
         if not weights_only:
             shelf.point(fresh)
-            saved = contents.common().get("optimizer", {})
-            state.check_numbers(saved, str(contents.folder / STATE))
-            rates = bool(training.run.scheduler.get("use_checkpoint_opt_param_scheduler"))
-            loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved, rates=rates)
+            loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved)
             state.split_remainders(loaded, pairs)
     given = digests(loaded) if exactly else {}
     with extra_state.pickled_here():

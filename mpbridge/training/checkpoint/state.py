@@ -223,21 +223,23 @@ LARGEST_NUMBER = 2.0**127
 """Larger than any rate, count or loss scale; NaN and infinity are rejected too."""
 
 
-_RATES = ("max_lr", "min_lr")
+def take_rates(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Gives the optimizer's groups the checkpoint's highest and lowest rates, by which megatron-core tells groups apart since 0.19."""
+    groups = saved.get("groups") or [group for part in parts_of(saved) for group in _groups(part)]
+    for group in optimizer.param_groups:
+        group |= _group(group, groups, ("max_lr", "min_lr"))
 
 
-def optimizer_state(
-    loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: Mapping[str, Any], *, rates: bool = False
-) -> dict[str, Any]:
+def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The value that `Engine.load_state` expects under 'optimizer'.
 
-    loaded: the tensors, in the shape of `fresh`, the new engine's own state; saved: the checkpoint's plain part (groups, loss scaler); rates: whether
-    groups get their highest and lowest rate from the checkpoint; all else that is set in them is the run's.
+    loaded: the tensors, in the shape of `fresh`, the new engine's own state; saved: the checkpoint's plain part (groups, loss scaler). What is set in
+    groups is the run's.
     """
     if "groups" in fresh:  # the FSDP engines' form, which is the same for every recipe
-        groups = [_group(group, saved.get("groups", []) if rates else [], _RATES) for group in fresh["groups"]]
-        return {name: value for name, value in saved.items() if name in fresh} | dict(loaded) | {"groups": groups}
-    olds, kept = parts_of(saved), ("step", *(_RATES if rates else ()))
+        mine = {"groups": fresh["groups"]}
+        return {name: value for name, value in saved.items() if name in fresh} | dict(loaded) | mine
+    olds = parts_of(saved)
     groups = [group for part in olds for group in _groups(part)]
     scaler = next((part["grad_scaler"] for part in olds if "grad_scaler" in part), None)
     # torch's own optimizers count their steps in each parameter's state, which megatron-core stores once
@@ -249,9 +251,9 @@ def optimizer_state(
     }
     single = len(parts_of(fresh)) == 1 and parts_of(fresh)[0].keys() == fresh.keys()
     if single:
-        return _part(dict(loaded), fresh, groups, kept, scaler, steps)
+        return _part(dict(loaded), fresh, groups, scaler, steps)
     return {
-        name: _part(dict(loaded.get(name, {})), part, groups, kept, scaler, steps)
+        name: _part(dict(loaded.get(name, {})), part, groups, scaler, steps)
         for name, part in fresh.items()
         if isinstance(part, Mapping)
     }
@@ -261,11 +263,10 @@ def _part(
     loaded: dict[str, Any],
     fresh: Mapping[str, Any],
     groups: list[dict[str, Any]],
-    kept: tuple[str, ...],
     scaler: Any,
     steps: Mapping[tuple[bool, ...], dict[str, Any]],
 ) -> dict[str, Any]:
-    merged = [_group(group, groups, kept) for group in _groups(fresh)]
+    merged = [_group(group, groups, ("step",)) for group in _groups(fresh)]
     step = steps.get(_kind(merged), {})
     if "param_groups" in fresh:  # FP32Optimizer: torch's own shape
         return {"state": loaded.get("state", {}) | step, "param_groups": merged}
@@ -293,7 +294,7 @@ def _group(fresh: dict[str, Any], saved: list[dict[str, Any]], kept: tuple[str, 
     """The fresh group, with what is `kept` of the saved one with the same identifying keys; else of another, as all count the same steps."""
     marks = [key for key in _GROUP_KEYS if key in fresh]
     alike = [group for group in saved if _kind([group]) == _kind([fresh])] or saved
-    match = next((group for group in alike if all(group.get(key) == fresh[key] for key in marks)), None)
+    match = next((group for group in alike if all(group.get(key, fresh[key]) == fresh[key] for key in marks)), None)
     if match is None:
         match, kept = (alike or [{}])[0], ("step",)
     # (megatron-core wraps them, so that they stay out of the files)

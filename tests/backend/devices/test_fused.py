@@ -323,7 +323,7 @@ def test_rotary_embedding_is_megatron_cores(options: dict[str, Any], width: int,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"add_bias_linear": True}, {"glu_linear_offset": 1.0}, {"activation_func_clamp_value": 0.5}, {"activation_func": F.gelu}],
+    [{}, {"add_bias_linear": True}, {"glu_linear_offset": 1.0}, {"activation_func_clamp_value": 0.5, "num_moe_experts": 2}, {"activation_func": F.gelu}],
     ids=str,
 )  # fmt: skip
 def test_an_mlp_is_megatron_cores(fields: dict[str, Any], dtype: torch.dtype) -> None:

@@ -226,10 +226,10 @@ CATALOGUE = (
     Fault("decays in BF16", m.decays_in_bf16, ("hybrid", "hybrid kept"), ("scan",), "mixer"),
     Fault("step sizes in BF16", m.steps_in_bf16, ("hybrid",), ("scan",), "mixer"),
     Fault("a mixer's norm in BF16", m.norm_in_bf16, ("hybrid", "hybrid tensorwise"), ("norms",), "mixer.norm", quick=True),
-    Fault("convolution stored in FP16", m.cast("conv1d.weight", torch.float16), ("hybrid", "hybrid tensorwise"), ("params",), "conv1d.weight", quick=True),
+    Fault("convolution stored in FP16", m.cast(m.CONVOLUTION, torch.float16), ("hybrid", "hybrid tensorwise"), ("params",), m.CONVOLUTION, quick=True),
     Fault("step sizes no longer trained", m.no_longer_trained("dt_bias"), ("hybrid", "hybrid kept"), ("optimizer holds", "weights moved"), "dt_bias", quick=True),
     Fault("the decays' gradient doubled", f.change_gradients(lambda grad: grad * 2, "mixer.A_log"), ("hybrid", "hybrid kept"), ("gradients",), "A_log", quick=True),
-    Fault("the convolution's gradient doubled", f.change_gradients(lambda grad: grad * 2, "conv1d.weight"), ("hybrid",), ("gradients",), "conv1d"),
+    Fault("the convolution's gradient doubled", f.change_gradients(lambda grad: grad * 2, m.CONVOLUTION), ("hybrid",), ("gradients",), "conv1d"),
     Fault("a Mamba projection unquantized", m.projection_unquantized, ("hybrid tensorwise",), ("quantized GEMMs",), "mixer.in_proj", quick=True),
     Fault("a Mamba projection in FP16", m.projection_in_fp16, ("hybrid",), ("compute",), "mixer.in_proj", quick=True),
     # the optimizer's step

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
+from mpbridge.common.probe import installed
+from mpbridge.common.versions import at_least
 from tests.observe.audit.faults import given, gpt, inner, instead
+
+CONVOLUTION = "conv1d_weight" if at_least(installed().megatron_core, "0.19") else "conv1d.weight"
 
 
 def mixer(engine: Any) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from mpbridge.common.probe import installed
+from mpbridge.common.versions import at_least
 from tests.observe.audit import compute_faults as c
 from tests.observe.audit import faults as f
 from tests.observe.audit import hostile_faults as h
@@ -23,11 +25,12 @@ WIDE = {"lora_dtype": "fp32"}
 ON_MIXERS = {"lora_targets": ["mixer.in_proj", "mixer.out_proj", "mlp.*"]}
 SHARDED = {"use_distributed_optimizer": True}
 TE = {"emulate": "te", "target": "b200"}
+NESTEROV = "muon_nesterov" if at_least(installed().megatron_core, "0.18") else "muon_use_nesterov"
 ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "muon": ("fp32", {"engine": "fsdp2", "optimizer": MUON}),
-    "muon bf16": ("fp32_params_bf16_compute", {"engine": "fsdp2", "optimizer": MUON | {"muon_use_nesterov": True}}),
+    "muon bf16": ("fp32_params_bf16_compute", {"engine": "fsdp2", "optimizer": MUON | {NESTEROV: True}}),
     "core muon": ("bf16", {"optimizer": MUON}),
-    "core muon fp32": ("fp32", {"optimizer": MUON | {"muon_fp32_matmul_prec": "highest", "muon_use_nesterov": True}}),
+    "core muon fp32": ("fp32", {"optimizer": MUON | {"muon_fp32_matmul_prec": "highest", NESTEROV: True}}),
     "lora": (BASE, {"model": LORA}),
     "lora wide": (BASE | WIDE, {"model": LORA, "ddp": SHARDED}),
     "lora hybrid": (BASE | WIDE, {"model": HYBRID | LORA | ON_MIXERS}),

@@ -95,5 +95,5 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "settings-without-effect": ({"inert": ("fp8_recipe=mxfp8 (read only with fp8)",)}, {}),
     "remainders-have-no-effect": ({"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP16}},
         {"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP32}}),
-    "settings-not-known-here": pair({"mtp_hsm": True}, {}, versions=NEWER, optimizer=OptimizerFacts(distributed=True)),
+    "settings-not-known-here": pair({"mtp_hsm": True}, {}, versions=NEWER, optimizer=OptimizerFacts(distributed=True, settings={"muon_nesterov": True})),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from mpbridge.common.errors import Refused
 from mpbridge.common.facts import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
+from mpbridge.common.probe import installed
 from mpbridge.planning.memory.ranks import undivided
 from mpbridge.planning.rules.table import broken, require, rules
 from mpbridge.precision.megatron_spec.schema import records
@@ -228,7 +229,9 @@ TABLE = {
     "muon-settings-unknown": ({"optimizer": OptimizerFacts(name="muon", settings={"muon_momentum": 1.5})},
         {"optimizer": OptimizerFacts(name="muon", settings={"muon_momentum": 0.0})}),
     "muon-from-stored-weights": ({"recipe": "fp8_cs", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fp8_cs", "config": {"fp8_param_gather": False}, "optimizer": OptimizerFacts(name="muon")}),
-    "muon-by-tensor-parallel-blocks": ({"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon")},
+    # 'duplicated' can only be told from silence where it is not the default of the installed release, or that of the one asked about
+    "muon-by-tensor-parallel-blocks": ({"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "blockwise"}),
+        "versions": dataclasses.replace(NOW, megatron_core=installed().megatron_core)},
         {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "distributed"})}),
     "second-moment-in-fp8": ({"config": AWARE | {"exp_avg_sq_dtype": "fp8"}}, {"config": AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"}}),
     # dt_bias, A_log and D of 16 heads: 16 elements each, in a buffer aligned to 64

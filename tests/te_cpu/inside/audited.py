@@ -128,7 +128,7 @@ def test_a_loop_that_forgets_to_fill_the_reused_gradient_buffer_is_named(monkeyp
     """Every weight is gathered out of zeros, and the loss is the logarithm of the vocabulary."""
     monkeypatch.setattr("mpbridge.backend.engines.mcore.gather_mxfp8", lambda optimizer: None)
     said = found(MXFP8, *OVERLAP)
-    assert "gradient norm: promised finite and above 0, found 0" in said
+    assert "quantized weights as read" in said
 
 
 # --- recipes -------------------------------------------------------------------------------------------------------------------------------
@@ -317,8 +317,9 @@ def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_name
 
 @on_hopper
 def test_transposes_of_an_earlier_step_are_named(monkeypatch) -> None:
-    """Behind a gather between two steps megatron-core makes none."""
-    monkeypatch.setattr("megatron.core.fp8_utils.post_all_gather_processing", lambda weights: None)
+    """Behind a gather between two steps megatron-core makes none (until a release behind 0.16), nor does the engine."""
+    for place in ("fp8_utils", "distributed.param_and_grad_buffer"):
+        monkeypatch.setattr(f"megatron.core.{place}.post_all_gather_processing", lambda weights: None)
     said = found(TENSORWISE, WHOLE, *OVERLAP)
     assert "quantized copies as read" in said
     assert "(its column copy)" in said

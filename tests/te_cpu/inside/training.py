@@ -136,7 +136,7 @@ HYBRIDS = [FIRST, *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in O
 
 @pytest.mark.parametrize("recipe", HYBRIDS)
 def test_a_hybrid_trains_stops_and_goes_on_to_the_bit(recipe, tmp_path) -> None:
-    """megatron-core's MambaModel over the kernels in plain torch, audited in every part; Mamba's projections are stored as the recipe says."""
+    """megatron-core's hybrid over the kernels in plain torch, audited in every part; Mamba's projections are stored as the recipe says."""
 
     def run(folder: str, *more: str) -> tuple[Steps, Seen]:
         steps, seen = Steps(False), Seen()
@@ -152,7 +152,7 @@ def test_a_hybrid_trains_stops_and_goes_on_to_the_bit(recipe, tmp_path) -> None:
     kinds = {"mxfp8": "MXFP8Tensor", "blockwise": "Float8BlockwiseQTensor"}
     stored = kinds.get(policy.quants[0].scaling, "Float8Tensor") if policy.stored else "Parameter"
     assert seen.classes[f"decoder.layers.{BEFORE}.mixer.in_proj.weight"] == stored
-    assert seen.classes[f"decoder.layers.{BEFORE}.mixer.conv1d.weight"] == "Parameter"
+    assert {kind for name, kind in seen.classes.items() if ".mixer.conv1d" in name} == {"Parameter"}
 
 
 class Steps(Hook):
