@@ -68,7 +68,11 @@ def cpu_patches(
 
 def advice() -> Iterator[Patch]:
     """Keeps back warnings that only tell whoever builds a model to build it otherwise (since 0.18), which no setting of a run can do."""
-    for name in ("models.gpt.gpt_model", "models.hybrid.hybrid_layer_allocation", "distributed.distributed_data_parallel"):
+    for name in (
+        "models.gpt.gpt_model",
+        "models.hybrid.hybrid_layer_allocation",
+        "distributed.distributed_data_parallel",
+    ):
         logger = logging.getLogger(f"megatron.core.{name}")
         yield logger, "filters", [*logger.filters, lambda record: record.levelno != logging.WARNING]
 
