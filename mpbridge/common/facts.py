@@ -327,10 +327,15 @@ class RunFacts:
         given = getattr(given, "name", given)
         names = given.split(",") if isinstance(given, str) else [getattr(item, "name", item) for item in given]
         parts, step = tuple(map(str, names)), "full_iteration"
-        # until 0.17 one of the parts, since then an implementation that the part stands for
-        if chosen == step or (step in parts and at_least(self.versions.megatron_core, "0.18")):
-            return CudaGraphs(implementation=step, parts=(step,))
-        return CudaGraphs(implementation=str(chosen or "none"), parts=() if parts == ("full",) else parts)
+        parts = () if parts == ("full",) else parts
+        # until 0.17 one of the parts, since then an implementation that the part stands for (but for none by Transformer Engine)
+        stands = step in parts and chosen != "transformer_engine" and at_least(self.versions.megatron_core, "0.18")
+        if chosen == step or stands:
+            return CudaGraphs(implementation=step, parts=(step, *(part for part in parts if part != step)))
+        routing = ("moe_router", "moe_preprocess")
+        if chosen == "local" and set(routing) & set(parts):  # its graphs do not tell the two apart
+            parts += tuple(part for part in routing if part not in parts)
+        return CudaGraphs(implementation=str(chosen or "none"), parts=parts)
 
     @property
     def instances(self) -> int:

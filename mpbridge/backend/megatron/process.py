@@ -67,13 +67,14 @@ def cpu_patches(
 
 
 def advice() -> Iterator[Patch]:
-    """Silences the loggers that only tell whoever builds a model to build it otherwise (since 0.19), which no setting of a run can do."""
+    """Keeps back warnings that only tell whoever builds a model to build it otherwise (since 0.18), which no setting of a run can do."""
     for name in (
         "models.gpt.gpt_model",
         "models.hybrid.hybrid_layer_allocation",
         "distributed.distributed_data_parallel",
     ):
-        yield logging.getLogger(f"megatron.core.{name}"), "disabled", True
+        logger = logging.getLogger(f"megatron.core.{name}")
+        yield logger, "filters", [*logger.filters, lambda record: record.levelno != logging.WARNING]
 
 
 def aliases(replacements: Mapping[str, Any]) -> Iterator[Patch]:

@@ -235,8 +235,6 @@ def _graph_words(case: Case) -> str | None:
 
 def _graph_scope(case: Case) -> str:
     implementation, parts = case.run.cuda_graphs.implementation, set(case.run.cuda_graphs.parts)
-    if implementation == "local" and parts & {"moe_router", "moe_preprocess"}:
-        parts |= {"moe_router", "moe_preprocess"}
     experts = (case.run.shape.experts or 0) > 1
     limited = case.model("moe_expert_capacity_factor") is not None
     open_ended = experts and not (limited and case.model("moe_pad_expert_input_to_capacity"))
@@ -249,6 +247,7 @@ def _graph_scope(case: Case) -> str:
             "full_iteration with transformer_engine",
             implementation == "transformer_engine" and "full_iteration" in parts,
         ),
+        ("the full iteration together with parts of a layer", implementation == "full_iteration" and len(parts) > 1),
         ("moe together with moe_router", {"moe", "moe_router"} <= parts),
         ("moe_preprocess without moe_router", "moe_preprocess" in parts and "moe_router" not in parts),
         ("moe parts without experts", not experts and parts & {"moe", "moe_router"}),
@@ -310,8 +309,8 @@ RULES: tuple[Rule, ...] = (
          when=lambda c: c.model("recompute_granularity") == "selective"),
     row("offloaded-modules", _offloaded, "a list of known modules", "correct model.offload_modules", when=lambda c: c.model("fine_grained_activation_offloading")),
     row("graph-switches", _graph_switches, "one of them", "model.cuda_graph_impl alone"),
-    row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope (since 0.17 cuda_graph_modules)"),
-    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope (since 0.17 cuda_graph_modules)", when=lambda c: c.run.cuda_graphs.on),
+    row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope (since 0.18 cuda_graph_modules)"),
+    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope (since 0.18 cuda_graph_modules)", when=lambda c: c.run.cuda_graphs.on),
     row("graph-with-recomputation", _graph_recompute, "no random numbers in a captured part that is recomputed", "model.cuda_graph_impl=none, or model.recompute_granularity=null",
          when=lambda c: c.run.cuda_graphs.on),
     row("recompute-outside-autocast", _autocast, "neither: autocast is around the forward pass alone, so what backward recomputes is computed in other dtypes",

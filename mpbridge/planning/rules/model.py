@@ -95,7 +95,7 @@ RULES: tuple[Rule, ...] = (
         about="quantized", when=lambda c: _padding(c) and c.run.dispatcher in ("allgather", "alltoall_seq")),
     row("router-padding-in-a-graph", "moe_router_padding_for_fp8 with a captured moe_preprocess",
         "no synchronising copies in a captured step",
-        "remove moe_preprocess from model.cuda_graph_scope (since 0.17 cuda_graph_modules)",
+        "remove moe_preprocess from model.cuda_graph_scope (since 0.18 cuda_graph_modules)",
         when=lambda c: c.model("moe_router_padding_for_fp8") and c.run.cuda_graphs.on and "moe_preprocess" in c.run.cuda_graphs.parts),
     row("nan-check-in-a-graph", "check_for_nan_in_grad with a captured iteration",
         "no host-side check inside a captured iteration",

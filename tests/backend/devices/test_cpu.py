@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpbridge.backend.devices import device_layer
 from mpbridge.backend.devices.cpu import cpu_device, is_active
 from mpbridge.backend.devices.redirect import names_cuda
+from mpbridge.backend.megatron.process import advice
 from mpbridge.common.errors import BadValue
+from mpbridge.common.upstream import replaced
 
 STUB = "transformer_engine.pytorch.optimizers"
 
@@ -262,3 +264,11 @@ def test_torch_compile_knows_torchs_functions_and_not_what_stands_for_them() -> 
     assert substitute is not real
     assert real in known
     assert substitute not in known
+
+
+def test_advice_to_whoever_builds_a_model_is_kept_back_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
+    with caplog.at_level(logging.INFO), replaced(*advice()):
+        for level in (logging.INFO, logging.WARNING, logging.ERROR):
+            logger.log(level, "said")
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]

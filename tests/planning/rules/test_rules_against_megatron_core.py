@@ -22,6 +22,7 @@ from mpbridge.precision.registry import recipes
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.schema import Setting, settings
 from mpbridge.settings.sections import LIMITS, LORA
+from tests.planning.rules.test_rules import case, ids
 
 NOW = replace(installed(), transformer_engine="2.11.0", torchao=None, cuda="12.9", cublaslt="12.9.1", python=None)
 _DENSE = {
@@ -222,6 +223,7 @@ def test_what_the_rules_pass_the_config_classes_accept_many_times() -> None:
     {"cuda_graph_impl": "local", "cuda_graph_scope": None}, {"cuda_graph_impl": "local", "cuda_graph_scope": "full"},
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, {"cuda_graph_scope": "full_iteration"}, {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,mlp"},
     {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["mlp", "attn"]},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["moe_router"], "num_moe_experts": 2}, {"cuda_graph_impl": "local", "cuda_graph_scope": ["moe_preprocess"], "num_moe_experts": 2},
 ], ids=str)  # fmt: skip
 def test_cuda_graphs_are_read_as_megatron_core_reads_them(settings):
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -234,3 +236,21 @@ def test_cuda_graphs_are_read_as_megatron_core_reads_them(settings):
     assert (ours.implementation, list(ours.parts)) == (theirs.cuda_graph_impl, names)
     whole = not names or "attn" in names
     assert ours.inside_layers("attn") is (theirs.cuda_graph_impl != "none" and whole)
+
+
+@pytest.mark.parametrize("settings", [
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration", "attn"]}, {"cuda_graph_impl": "full_iteration", "cuda_graph_scope": ["attn"]},
+    {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["full_iteration"]},
+], ids=str)  # fmt: skip
+def test_a_graph_of_the_whole_step_is_refused_where_megatron_core_refuses_it(settings):
+    """By its release: 0.16.1 takes the first."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    ours = {"graph-scope", "graph-scope-words"} & ids(broken(*case(model=settings, versions=NOW)))
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **settings)
+    except (AssertionError, TypeError):
+        assert ours
+    else:
+        assert not ours
