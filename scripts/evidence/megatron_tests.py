@@ -37,6 +37,7 @@ PRELOAD = (
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.training",
+    "megatron.bridge.training.pretrain",
 )
 """Imported once, before the ranks are forked."""
 SIZES = (1, 2, 4, 8)

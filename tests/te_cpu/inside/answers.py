@@ -160,6 +160,7 @@ def test_what_has_no_memory_to_copy_moves_as_before() -> None:
 
 def test_a_module_moves_with_its_tensors() -> None:
     made = torch.nn.BatchNorm1d(2).cuda()
+    made.buffers = []  # an attribute of that name, as megatron-core's DistributedDataParallel has it
     weight, place = made.weight, made.weight.data_ptr()
     kept = {name: value.cpu() for name, value in made.state_dict().items()}
     assert made.to("cuda").weight.data_ptr() == place
