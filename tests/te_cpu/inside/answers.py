@@ -446,6 +446,7 @@ def test_what_scripts_ask_of_a_gpu_is_answered(tmp_path) -> None:
     assert isinstance(torch.ones(2), torch.cuda.FloatTensor)
     assert torch.cuda.get_arch_list() == [f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}"]
     torch.cuda.memory._record_memory_history()
+    torch._C._cuda_attach_out_of_memory_observer(pytest.fail)  # Megatron-LM's --record-memory-history
     torch.cuda.memory._dump_snapshot(str(tmp_path / "memory.pickle"))
     assert pickle.loads((tmp_path / "memory.pickle").read_bytes())["segments"] == []
     assert torch.ones(2).untyped_storage().cuda().nbytes() == 8
