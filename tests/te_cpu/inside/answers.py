@@ -2,9 +2,12 @@
 
 import importlib
 import inspect
+import json
 import logging
+import os
 import pickle
 import time
+from multiprocessing import spawn
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from transformer_engine.pytorch.utils import attention_mask_func
 
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.cuda_names import played_patches
+from mpbridge.te_cpu.foreign import VARIABLE, foreign_code
 from mpbridge.te_cpu.module import opaque
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import REFUSED
@@ -434,6 +438,12 @@ def test_a_name_answers_or_refuses_by_name(name: str) -> None:
             call()
     elif callable(value) and not isinstance(value, type) and _takes_nothing(value):
         value()
+
+
+def test_a_process_that_a_world_inside_a_played_test_run_starts_has_the_main_module_of_the_run() -> None:
+    with foreign_code():
+        spawn.get_preparation_data("")
+        assert json.loads(os.environ[VARIABLE]).get("init_main_from_name") in ("pytest.__main__", None)
 
 
 def test_what_scripts_ask_of_a_gpu_is_answered(tmp_path) -> None:
