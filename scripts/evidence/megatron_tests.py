@@ -116,7 +116,7 @@ class Case:
         more = MORE_RANKS.search(self.text)
         text = f"{'' if '::' in self.test else 'E '}{self.error}\n{more[0] if more else ''}"
         # of a machine's paths, what all machines have; a test's own data lies under /opt
-        return re.sub(r"(?<![\w.…])/(?!opt/)(?:[\w.+-]+/)+([\w.+-]+/[\w.+-]+)", r"\1", text)
+        return re.sub(r"(?<![\w.…])/(?!opt/)(?:[\w.+-]+/)*((?:[\w.+-]+/){2}[\w.+-]+)", r"\1", text)
 
     @property
     def wants_ranks(self) -> bool:
