@@ -194,6 +194,7 @@ def answers(played: Played, devices: int) -> Iterator[Patch]:
     yield torch.Tensor, "get_device", lambda tensor: -1 if on_host(tensor) else _current[0]
     yield from _refusals()
     yield cuda.nccl, "version", lambda: _NCCL
+    yield torch._C, "_cuda_attach_out_of_memory_observer", nothing
     yield torch, "load", _loads_on_cpu(torch.load)
     for storage in (torch.UntypedStorage, torch.storage.TypedStorage):
         yield storage, "cuda", same

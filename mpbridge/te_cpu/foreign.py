@@ -46,10 +46,11 @@ def _children_play() -> Iterator[None]:
     original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        found = original(name)
-        main = {key: found.pop(key) for key in ("init_main_from_name", "init_main_from_path") if key in found}
-        os.environ[VARIABLE] = json.dumps({"machine": now().machine.name, "te": now().text, **main})
-        return found | {"init_main_from_name": "mpbridge.te_cpu.child"}
+        found, child = original(name), "mpbridge.te_cpu.child"
+        if found.get("init_main_from_name") != child:  # a child's own, or that of a block around this one: it is told
+            main = {key: found.pop(key) for key in ("init_main_from_name", "init_main_from_path") if key in found}
+            os.environ[VARIABLE] = json.dumps({"machine": now().machine.name, "te": now().text, **main})
+        return found | {"init_main_from_name": child}
 
     with restored([VARIABLE]), replaced((spawn, "get_preparation_data", get_preparation_data)):
         yield

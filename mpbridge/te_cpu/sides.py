@@ -74,7 +74,7 @@ def _module(original: Callable[..., Any], to_device: bool | None = None) -> Call
         to = args[0] if args else kwargs.get("device")
         host = isinstance(to, str) and to == "cpu"
         if to_device or host or names_cuda(to):
-            for one in (*made.parameters(), *made.buffers()):
+            for one in (*torch.nn.Module.parameters(made), *torch.nn.Module.buffers(made)):
                 data = one.data
                 moved = _to_host(data, data) if host and not to_device else _to_device(data)
                 if moved is not data:

@@ -1,10 +1,10 @@
 """Runs Megatron-LM's own unit tests on mpbridge's kernels, from a checkout: `python scripts/evidence/megatron_tests.py CHECKOUT [FILE ...] --te 2.20 --store FOLDER`.
 
-The checkout is only read. Each file under tests/unit_tests runs in a world of its own under mpbridge's pytest plugin, an H100 played: first with one rank; what fails or
+The checkout is only read; another project's, such as Megatron Bridge's, serves too (`--name "Megatron Bridge"`, with what it imports in PYTHONPATH). Each file under tests/unit_tests runs in a world of its own under mpbridge's pytest plugin, an H100 played: first with one rank; what fails or
 skips there for want of ranks runs again with 2, then 4 and 8 (--ranks; Megatron-LM's CI has 8: --ranks 8 gives every file those, --ranks 1 8 what wants more than one). A case's result is the one of the largest world that it was run in. Every
 result is kept in the store, which begins with the committed results in data/, and the next call runs what is missing there; --again runs some outcomes anew. A file has --minutes
 in a call; a test that takes --each seconds ends its world. Calls with files of their own may share a store. `--table` prints the results by folder and by cause; `--docs PAGE` writes
-them into a page; `--keep` writes the results to be committed; `--check` names the cases that passed the time before and no longer do.
+them into a page, between the marks of --name; `--keep` writes the results to be committed; `--check` names the cases that passed the time before and no longer do.
 
 A case that needs a feature of the list EXCLUDED does not count; neither does one that skips itself.
 """
@@ -37,6 +37,7 @@ PRELOAD = (
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.training",
+    "megatron.bridge.training.pretrain",
 )
 """Imported once, before the ranks are forked."""
 SIZES = (1, 2, 4, 8)
@@ -115,7 +116,7 @@ class Case:
         more = MORE_RANKS.search(self.text)
         text = f"{'' if '::' in self.test else 'E '}{self.error}\n{more[0] if more else ''}"
         # of a machine's paths, what all machines have; a test's own data lies under /opt
-        return re.sub(r"(?<![\w.…])/(?!opt/)(?:[\w.+-]+/)+([\w.+-]+/[\w.+-]+)", r"\1", text)
+        return re.sub(r"(?<![\w.…])/(?!opt/)(?:[\w.+-]+/)*((?:[\w.+-]+/){2}[\w.+-]+)", r"\1", text)
 
     @property
     def wants_ranks(self) -> bool:
@@ -181,11 +182,14 @@ class Store:
         return {str(row["file"]) for row in self.rows() if row.get("whole") and row["ranks"] == ranks}
 
 
-def files_of(checkout: Path) -> list[str]:
-    """Test files below tests/unit_tests, in order."""
+def files_of(checkout: Path, names: list[str]) -> list[str]:
+    """Test files below tests/unit_tests, or those that are named and those of named folders, in order."""
     folder = checkout / UNIT
+    found = (path for name in names or ["."] for path in [folder / name, *(folder / name).rglob("test_*.py")])
     return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("test_*.py") if path.name != "test_utilities.py"
+        path.relative_to(folder).as_posix()
+        for path in found
+        if path.suffix == ".py" and path.name != "test_utilities.py"
     )
 
 
@@ -208,7 +212,7 @@ def run(options: argparse.Namespace, store: Store) -> None:
     sys.path.insert(0, str(options.checkout))
     for ranks in options.ranks:
         with Ranks(ranks, "h100", options.te, preload=PRELOAD, grace=options.grace, each=options.each) as world:
-            for file in options.files or files_of(options.checkout):
+            for file in files_of(options.checkout, options.files):
                 tests = wanted(store, file, ranks, ranks == options.ranks[0], options.again)
                 if tests is None:
                     continue
@@ -291,7 +295,7 @@ def causes(cases: list[Case], most: int) -> Iterator[str]:
         yield f"- failed, {rest} cases of {len(ordered) - most} other causes: in the store"
 
 
-def table(store: Store, commit: str, te: str, most: int) -> list[str]:
+def table(store: Store, commit: str, te: str, most: int, name: str = "") -> list[str]:
     """What stands in docs."""
     cases = list(store.cases().values())
     worlds: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -304,7 +308,7 @@ def table(store: Store, commit: str, te: str, most: int) -> list[str]:
     ended = sum(standing(case) == "failed" and " was ended in this test" in case.error for case in cases)
     files = len({case.file for case in cases})
     return [
-        f"Megatron-LM {commit[:10]}, Transformer Engine {te}, an H100 played; {files} files, cases: {of}. {ended} failures are a limit of the run.",
+        f"{name or 'Megatron-LM'} {commit[:10]}, Transformer Engine {te}, an H100 played; {files} files, cases: {of}. {ended} failures are a limit of the run.",
         "",
         *sums(cases),
         "",
@@ -312,14 +316,17 @@ def table(store: Store, commit: str, te: str, most: int) -> list[str]:
     ]
 
 
-START, END = "<!-- megatron_tests -->", "<!-- end of megatron_tests -->"
+END = "<!-- end of megatron_tests -->"
 
 
 def options_of() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("files", nargs="*", help="below tests/unit_tests (default: all)")
+    parser.add_argument("files", nargs="*", help="or folders below tests/unit_tests (default: all)")
+    parser.add_argument(
+        "--name", default="", help="of the project in the table, and in the page's mark: <!-- megatron_tests NAME -->"
+    )
     parser.add_argument("--commit", help="default: git's answer in the checkout")
     parser.add_argument("--te", default="2.20")
     parser.add_argument("--store", type=Path, default=Path("megatron_tests"))
@@ -365,14 +372,15 @@ def main() -> int:
         store.keep()
     if not (options.table or options.docs or options.keep):
         run(options, store)
-    lines = table(store, commit, options.te, options.most)
+    lines = table(store, commit, options.te, options.most, options.name)
     if options.table:
         print("\n".join(lines))
     if options.docs:
         text = options.docs.read_text(encoding="utf-8")
-        before, rest = text.split(START, 1)
+        start = f"<!-- {f'megatron_tests {options.name}'.strip()} -->"
+        before, rest = text.split(start, 1)
         options.docs.write_text(
-            before + START + "\n" + "\n".join(lines) + "\n" + END + rest.split(END, 1)[1], encoding="utf-8"
+            before + start + "\n" + "\n".join(lines) + "\n" + END + rest.split(END, 1)[1], encoding="utf-8"
         )
     return 0
 

@@ -64,11 +64,18 @@ def test_a_larger_world_runs_what_wants_it_and_has_not_run_the_whole_file(
         ("[call, rank 0 of 1] AttributeError: 'NoneType' object has no attribute 'shape' (a.py:1)\n def test_mamba():", "failed"),
         ("The world of 1 was ended in this test: it took longer than 60 s.\nrank 0: waits", "failed"),
         ("The world of 2 was ended in this test: rank 1 failed.\nrank 0: failed\nRuntimeError: Connection closed by peer\nrank 1: failed\nRuntimeError: SymmetricMemory", "excluded"),
+        ("[call, rank 0 of 1] Failed: Timeout (>30.0s) from pytest-timeout. (/home/me/huggingface_hub/utils/_http.py:330)", "excluded"),
     ],
 )  # fmt: skip
-def test_only_the_error_itself_excludes_a_case(tmp_path: Path, text: str, standing: str) -> None:
-    (case,) = filled(tmp_path, (1, "test_x", "failed", text)).cases().values()
-    assert script.standing(case) == standing
+def test_only_the_error_itself_excludes_a_case_also_when_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, standing: str
+) -> None:
+    monkeypatch.setattr(script, "KEPT", tmp_path)
+    store = filled(tmp_path / "store", (1, "test_x", "failed", text))
+    store.keep()
+    for one in (store, script.Store(tmp_path / "other", "0123456789abcdef", "2.20")):
+        (case,) = one.cases().values()
+        assert script.standing(case) == standing
 
 
 def test_the_table_adds_up_and_a_lost_case_is_named(tmp_path: Path) -> None:

@@ -30,15 +30,18 @@ def ask(box, answers):
     device = te.Linear(16, 16, device="cuda").weight.device
     answers.put({"name": torch.cuda.get_device_name(), "weight": str(device), "value": box.value})
 
+def start(context, *work):
+    child = context.Process(target=work[0], args=work[1:])
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
 if __name__ == "__main__":
     assert sys.argv[1:] == ["--flag", "x"], sys.argv
     context = multiprocessing.get_context(sys.argv[0].split("-")[-1].removesuffix(".py"))
     answers = context.SimpleQueue()
-    child = context.Process(target=ask, args=(Box(7), answers))
-    child.start()
+    start(context, start, context, ask, Box(7), answers)  # a process that one starts plays too
     print(answers.get())
-    child.join()
-    assert child.exitcode == 0
 '''
 
 

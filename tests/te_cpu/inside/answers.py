@@ -2,9 +2,12 @@
 
 import importlib
 import inspect
+import json
 import logging
+import os
 import pickle
 import time
+from multiprocessing import spawn
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from transformer_engine.pytorch.utils import attention_mask_func
 
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.cuda_names import played_patches
+from mpbridge.te_cpu.foreign import VARIABLE, foreign_code
 from mpbridge.te_cpu.module import opaque
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import REFUSED
@@ -160,6 +164,7 @@ def test_what_has_no_memory_to_copy_moves_as_before() -> None:
 
 def test_a_module_moves_with_its_tensors() -> None:
     made = torch.nn.BatchNorm1d(2).cuda()
+    made.buffers = []  # an attribute of that name, as megatron-core's DistributedDataParallel has it
     weight, place = made.weight, made.weight.data_ptr()
     kept = {name: value.cpu() for name, value in made.state_dict().items()}
     assert made.to("cuda").weight.data_ptr() == place
@@ -435,6 +440,12 @@ def test_a_name_answers_or_refuses_by_name(name: str) -> None:
         value()
 
 
+def test_a_process_that_a_world_inside_a_played_test_run_starts_has_the_main_module_of_the_run() -> None:
+    with foreign_code():
+        spawn.get_preparation_data("")
+        assert json.loads(os.environ[VARIABLE]).get("init_main_from_name") in ("pytest.__main__", None)
+
+
 def test_what_scripts_ask_of_a_gpu_is_answered(tmp_path) -> None:
     torch.save({"w": torch.arange(3.0)}, tmp_path / "w.pt")
     for place in ("cuda", "cuda:0", torch.device("cuda", 0), {"cuda:0": "cuda:0"}, None):
@@ -445,6 +456,7 @@ def test_what_scripts_ask_of_a_gpu_is_answered(tmp_path) -> None:
     assert isinstance(torch.ones(2), torch.cuda.FloatTensor)
     assert torch.cuda.get_arch_list() == [f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}"]
     torch.cuda.memory._record_memory_history()
+    torch._C._cuda_attach_out_of_memory_observer(pytest.fail)  # Megatron-LM's --record-memory-history
     torch.cuda.memory._dump_snapshot(str(tmp_path / "memory.pickle"))
     assert pickle.loads((tmp_path / "memory.pickle").read_bytes())["segments"] == []
     assert torch.ones(2).untyped_storage().cuda().nbytes() == 8
