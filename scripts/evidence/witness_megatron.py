@@ -139,15 +139,16 @@ def _torch_fsdp2(config: Any, module: Any, reduce_in_fp32: bool) -> Any:
         theirs.DeviceMesh = real
 
 
-def _megatron_fsdp(config: Any, module: Any, reduce_in_fp32: bool, strategy: str = "optim_grads_params") -> Any:
+def _megatron_fsdp(
+    config: Any, module: Any, reduce_in_fp32: bool, strategy: str = "optim_grads_params", *, said: bool = True
+) -> Any:
+    """said: in the words that 0.17 and later read alone; Megatron-LM's flags do not set them by themselves."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    newer = {
-        "megatron_fsdp_main_grads_dtype": torch.float32 if reduce_in_fp32 else None
-    }  # 0.17 and later read it alone
+    newer = {"megatron_fsdp_main_grads_dtype": torch.float32 if reduce_in_fp32 else None}
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=reduce_in_fp32,
-        **(newer if hasattr(DistributedDataParallelConfig, *newer) else {}),
+        **(newer if said and hasattr(DistributedDataParallelConfig, *newer) else {}),
         use_distributed_optimizer=True,
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=strategy,
@@ -166,7 +167,7 @@ _WRAPPERS: dict[str, Callable[[Any, Any, bool], Any]] = {
     "distributed": lambda *args: _ddp(*args, distributed=True),
     "overlapped": lambda *args: _ddp(*args, distributed=True, overlap_grad_reduce=True, overlap_param_gather=True),
     "torch_fsdp2": _torch_fsdp2,
-    "megatron_fsdp": _megatron_fsdp,
+    "megatron_fsdp": lambda *args: _megatron_fsdp(*args, said=False),
     "megatron_fsdp_gradients": lambda *args: _megatron_fsdp(*args, strategy="optim_grads"),
     "megatron_fsdp_unsharded": lambda *args: _megatron_fsdp(*args, strategy="no_shard"),
 }

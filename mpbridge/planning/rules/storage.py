@@ -74,9 +74,12 @@ _FATAL = ("check_for_nan_in_grad", "check_for_large_grads")
 """Checks of megatron-core's DDP that end the run."""
 
 
-def _fits_fsdp2(case: Case) -> bool:
-    """Whether engine=fsdp2 is a cure: that engine can do what the run asks for besides."""
-    there, sizes = traits("fsdp2"), case.run.parallel
+_SHARDED = "engine=fsdp2"
+
+
+def _shards_instead(case: Case) -> bool:
+    """Whether _SHARDED is a cure: that engine can do what the run asks for besides."""
+    there, sizes = traits(_SHARDED.removeprefix("engine=")), case.run.parallel
     refused = case.offloaded or any(map(case.model, ("calculate_per_token_loss", *there.refuses)))
     data_alone = sizes.data == sizes.world_size and sizes.expert == 1
     return data_alone and not refused and case.run.optimizer.name in there.optimizers and able(case.policy, there)
@@ -138,9 +141,9 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c.run.shape.tied and kept_fp32(c.policy, "embedding.word_embeddings.weight")),
     row("fp32-storage-under-16-bit-compute", "params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}",
         "16-bit parameters with an FP32 main copy: megatron-core's Float16Module casts the whole model",
-        "engine=fsdp2, or mixed_precision.params_dtype=null", "megatron-core 0.16.1 transformer/module.py Float16Module",
+        f"{_SHARDED}, or mixed_precision.params_dtype=null", "megatron-core 0.16.1 transformer/module.py Float16Module",
         about="fp32_storage", when=lambda c: not c.traits.wide_storage and c.policy.params is DType.FP32 and c.policy.compute is not DType.FP32,
-        cure_here=lambda c: "" if _fits_fsdp2(c) else "mixed_precision.params_dtype=null"),
+        cure_here=lambda c: "" if _shards_instead(c) else "mixed_precision.params_dtype=null"),
     row("fp16-parameters-alone", "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
         "FP32 main weights, or FP16 ones kept by FusedAdam: otherwise updates below 2**-11 of a weight are lost, and small weights underflow",
         "mixed_precision.main_params_dtype=fp32", "arXiv 1710.03740, section 3.1",
@@ -149,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         "plain DDP or FSDP2: the distributed optimizer silently creates FP32 main weights and moments regardless",
         "ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
         "megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
-        about="own_copy", when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed, cure_here=lambda c: c.plain_ddp + (", or engine=fsdp2" if _fits_fsdp2(c) else "")),
+        about="own_copy", when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed, cure_here=lambda c: c.plain_ddp + (f", or {_SHARDED}" if _shards_instead(c) else "")),
     row("full-16-bit-with-fp32-reduction", "{c.policy.params.short} parameters as their own main copy with FP32 gradients",
         "gradients in the parameters' dtype: torch rejects any other dtype in .grad",
         "mixed_precision.grad_reduce_in_fp32=false", "torch 2.13: assigning .grad of another dtype raises",
