@@ -7,8 +7,8 @@ Every arm is a separate process and they take turns, a step each, round after ro
 figure is the median over rounds of (arm / bf16) in CPU time of the arm's process. The second bf16 arm shows the noise. Compile time
 is reported separately: the wall time of the first two steps. Memory is the peak, over one step, of the bytes of live storages.
 
-`least` is the ratio that the memory alone allows: each operand read once and each copy of it that a GEMM reads written once, in BF16, at the rate at
-which the bf16 arm copies tensors of the operands' sizes.
+`least` estimates the ratio that the bytes alone would cost: each operand read once and each copy of it that a GEMM reads written once, in BF16, at the
+rate at which the bf16 arm copies tensors of 3 MB. torchao's bytes are not counted.
 """
 
 from __future__ import annotations
